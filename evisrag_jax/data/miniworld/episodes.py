@@ -1,0 +1,282 @@
+"""Questions over drawn pages: look-ups, comparisons, and questions that the pages cannot answer.
+
+`episode(seed, split, index)` is the deterministic entry; `make_episode` takes a generator. Reading
+tasks ("read", "which") are short extra exercises for the early phase of supervised training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Int32, UInt8
+
+from evisrag_jax.data.miniworld import world
+from evisrag_jax.data.miniworld.draw import PageSpec, draw_page, page_words, random_page, row_box
+from evisrag_jax.data.miniworld.world import FIELDS, INSUFFICIENT, NOT_RELEVANT, VALUES
+
+KINDS = ("lookup", "compare", "absent_page", "absent_field")
+SHARES: Mapping[str, float] = {
+    "lookup": 0.45,
+    "compare": 0.30,
+    "absent_page": 0.10,
+    "absent_field": 0.15,
+}
+NOVELTY_SHARES: Mapping[str, float] = {"pair": 0.5, "entity": 0.25, "rendering": 0.25}
+READING_KINDS = ("read", "which")
+COMPARE_GAP = 5  # compared values differ by at least this much
+MAX_PAGES = 9
+
+
+@dataclass(frozen=True)
+class Episode:
+    """A question with its pages and the response that answers it.
+
+    `boxes` has a list a page of [x, y, w, h] (pixels), one for
+    each row that is evidence; `evidence` has a text or None (nothing relevant) a page. `novelty`
+    says what is new to a model trained on "train": "pair", "entity", "rendering", or "seen" for
+    train itself.
+    """
+
+    question: str
+    pages: tuple[PageSpec, ...]
+    images: UInt8[np.ndarray, "I 112 140 3"]
+    boxes: tuple[list[list[int]], ...]
+    response: str
+    answers: tuple[str, ...]
+    evidence: tuple[str | None, ...]
+    is_sufficient: bool
+    kind: str
+    entities: tuple[str, ...]
+    field: str
+    novelty: str
+
+
+def _pick(rng: np.random.Generator, items):
+    return items[int(rng.random() * len(items))]
+
+
+def _weighted(rng: np.random.Generator, shares: Mapping[str, float]) -> str:
+    names = list(shares)
+    u = rng.random() * sum(shares.values())
+    for name in names:
+        u -= shares[name]
+        if u < 0:
+            return name
+    return names[-1]
+
+
+def _subject(rng, split: str, novelty: str, two: bool) -> tuple[list[str], str]:
+    """Entities to ask for (one, or two in random order) and the field."""
+    by_field = world.KNOWN_BY_FIELD[split if novelty == "pair" else "train"]
+    field = _pick(rng, [f for f in FIELDS if by_field[f]])
+    seen = world.KNOWN_BY_FIELD["train"][field]
+    new = world.held_out_entities(split) if novelty == "entity" else by_field[field]
+    first = _pick(rng, new)
+    if not two:
+        return [first], field
+    second = _pick(rng, [e for e in _union(seen, new) if e != first])
+    return ([first, second] if rng.random() < 0.5 else [second, first]), field
+
+
+def _union(*groups: tuple[str, ...]) -> tuple[str, ...]:
+    """Union of the groups in order of first appearance."""
+    return tuple(dict.fromkeys(e for group in groups for e in group))
+
+
+def _record(entity: str, field: str, value: int) -> str:
+    return f"{entity} {field} {value}"
+
+
+def _tagged(titles: list[str], evidence: list[str | None], think: str, answer: str) -> str:
+    lines = "".join(f"[{i}]: {e or NOT_RELEVANT}\n" for i, e in enumerate(evidence, 1))
+    return (
+        f"<observe> {' , '.join(titles)}</observe>\n<evidence>\n{lines}</evidence>\n"
+        f"<think> {think}</think>\n<answer> {answer}</answer>"
+    )
+
+
+def _check(n_pages: int, kind: str | None, kinds: tuple[str, ...]) -> None:
+    if not 1 <= n_pages <= MAX_PAGES:
+        raise ValueError(f"miniworld: n_pages is {n_pages}; 1 to {MAX_PAGES} are possible")
+    if kind is not None and kind not in kinds:
+        raise ValueError(f"miniworld: unknown kind {kind!r}; choose one of {kinds}")
+
+
+def make_episode(
+    rng: np.random.Generator,
+    split: str,
+    kind: str | None = None,
+    n_pages: int = 3,
+    *,
+    novelty: str | None = None,
+    shares: Mapping[str, float] = SHARES,
+) -> Episode:
+    """One question of "train", "dev" or "test" with `n_pages` pages of distinct entities.
+
+    `kind` and `novelty` fix what is else drawn by `shares` and NOVELTY_SHARES ("train" is always
+    "seen"). With one page there are no comparisons. An evidence line belongs to every page that
+    shows the asked field of an asked entity, also where the other half of a comparison is missing.
+    Raises ValueError for impossible requests.
+    """
+    _check(n_pages, kind, KINDS)
+    if split not in ("train", "dev", "test"):
+        raise ValueError(f"miniworld: questions exist for train, dev and test, not for {split!r}")
+    if split == "train":
+        if novelty not in (None, "seen"):
+            raise ValueError(f"miniworld: train has no questions of novelty {novelty!r}")
+        novelty = "seen"
+    elif novelty is None:
+        novelty = _weighted(rng, NOVELTY_SHARES)
+    elif novelty not in NOVELTY_SHARES:
+        raise ValueError(
+            f"miniworld: unknown novelty {novelty!r}; choose one of {tuple(NOVELTY_SHARES)}"
+        )
+    if kind is None:
+        possible = {k: w for k, w in shares.items() if n_pages > 1 or k != "compare"}
+        kind = _weighted(rng, possible)
+    if kind == "compare" and n_pages < 2:
+        raise ValueError("miniworld: a comparison needs at least two pages")
+
+    two = kind == "compare" or (kind.startswith("absent") and n_pages > 1 and rng.random() < 0.4)
+    asked, field = _subject(rng, split, novelty, two)
+
+    # state of each asked entity: its row is shown, only its page is shown, or nothing is
+    lack = {"absent_page": "nothing", "absent_field": "page"}.get(kind)
+    states = dict.fromkeys(asked, "row")
+    if lack:
+        missing = _pick(rng, asked)
+        states[missing] = lack
+        if two and rng.random() < 0.5:
+            states = dict.fromkeys(asked, lack)
+
+    values = {e: _pick(rng, VALUES) for e in asked}
+    if two:
+        a, b = asked
+        while abs(values[a] - values[b]) < COMPARE_GAP:
+            values[b] = _pick(rng, VALUES)
+
+    pages = []
+    for entity, state in states.items():
+        if state == "row":
+            pages.append(random_page(rng, entity, must=(field,), values={field: values[entity]}))
+        elif state == "page":
+            pages.append(random_page(rng, entity, avoid=(field,)))
+    others = world.KNOWN_ENTITIES + (world.held_out_entities(split) if novelty == "entity" else ())
+    others = [e for e in others if e not in asked]
+    while len(pages) < n_pages:
+        entity = others.pop(int(rng.random() * len(others)))
+        pages.append(random_page(rng, entity, must=(field,) if rng.random() < 0.7 else ()))
+    pages = [pages[i] for i in rng.permutation(n_pages)]
+
+    evidence = [
+        _record(p.title, field, p.value(field)) if states.get(p.title) == "row" else None
+        for p in pages
+    ]
+    if lack:
+        think = f"no page shows {field} of {next(e for e in asked if states[e] != 'row')}"
+        answer = INSUFFICIENT
+    elif two:
+        winner, loser = sorted(asked, key=values.__getitem__, reverse=True)
+        shown = " , ".join(_record(e, field, values[e]) for e in asked)
+        think = f"{shown} , {values[winner]} is more than {values[loser]}"
+        answer = winner
+    else:
+        think = _record(asked[0], field, values[asked[0]])
+        answer = str(values[asked[0]])
+
+    wording = _pick(rng, world.COMPARE_QUESTIONS if two else world.LOOKUP_QUESTIONS)
+    question = wording.format(field=field, a=asked[0], b=asked[-1])
+    drawn = [draw_page(p, rng) for p in pages]
+    return Episode(
+        question=question,
+        pages=tuple(pages),
+        images=np.stack([image for image, _ in drawn]),
+        boxes=tuple(
+            [row_box(p, b, field)] if e else []
+            for p, e, (_, b) in zip(pages, evidence, drawn, strict=True)
+        ),
+        response=_tagged([p.title for p in pages], evidence, think, answer),
+        answers=(answer,),
+        evidence=tuple(evidence),
+        is_sufficient=lack is None,
+        kind=kind,
+        entities=tuple(asked),
+        field=field,
+        novelty=novelty,
+    )
+
+
+def make_reading_task(
+    rng: np.random.Generator, split: str, n_pages: int = 3, *, kind: str | None = None
+) -> Episode:
+    """A reading exercise with a plain response: "read" (the whole page k) or "which" (the page of
+    an entity).
+
+    Pages that "train" reads aloud hold only rows whose pair train may ask for. A quarter of "which"
+    has no such page (answer `no page`). `field` is empty. Raises ValueError for an unknown split or
+    kind.
+    """
+    _check(n_pages, kind, READING_KINDS)
+    visible = list(world.visible_entities(split))
+    kind = kind or _pick(rng, READING_KINDS)
+    target = int(rng.random() * n_pages)
+    titles = [visible.pop(int(rng.random() * len(visible))) for _ in range(n_pages)]
+    limited = split == "train" and kind == "read"
+    pages = [
+        random_page(rng, t, fields=world.TRAIN_FIELDS[t] if limited and i == target else FIELDS)
+        for i, t in enumerate(titles)
+    ]
+    drawn = [draw_page(p, rng) for p in pages]
+    boxes: list[list[list[int]]] = [[] for _ in pages]
+    title, shown = titles[target], True
+    if kind == "read":
+        question = _pick(rng, world.READ_QUESTIONS).format(page=target + 1)
+        answer = " ".join(word for _, _, word in page_words(pages[target]))
+        boxes[target] = [row_box(pages[target], drawn[target][1], f) for f, _ in pages[target].rows]
+    else:
+        shown = rng.random() >= 0.25
+        if not shown:
+            title = _pick(rng, visible)
+        question = _pick(rng, world.WHICH_QUESTIONS).format(a=title)
+        answer = f"page {target + 1}" if shown else "no page"
+        if shown:
+            boxes[target] = [drawn[target][1][0, pages[target].title_col].tolist()]
+    return Episode(
+        question=question,
+        pages=tuple(pages),
+        images=np.stack([image for image, _ in drawn]),
+        boxes=tuple(boxes),
+        response=f" {answer}",
+        answers=(answer,),
+        evidence=(None,) * n_pages,
+        is_sufficient=shown,
+        kind=kind,
+        entities=(title,),
+        field="",
+        novelty="seen" if split == "train" else "rendering",
+    )
+
+
+def episode(seed: int, split: str, index: int, **options) -> Episode:
+    """Question `index` of `split` under `seed`; `options` go to make_episode. Equal arguments,
+    equal episode.
+    """
+    return make_episode(world.stream(seed, split, index), split, **options)
+
+
+def reading_task(seed: int, split: str, index: int, **options) -> Episode:
+    """Reading exercise `index` of `split` under `seed`; `options` go to make_reading_task."""
+    return make_reading_task(world.stream(seed, split, index, task=1), split, **options)
+
+
+def single_page(
+    seed: int, split: str, index: int
+) -> tuple[PageSpec, UInt8[np.ndarray, "112 140 3"], Int32[np.ndarray, "4 5 4"]]:
+    """One random page of `split` ("reader" shows every word): its spec, pixels and ink boxes as
+    draw_page gives them.
+    """
+    rng = world.stream(seed, split, index, task=2)
+    spec = random_page(rng, _pick(rng, world.visible_entities(split)))
+    return (spec, *draw_page(spec, rng))

@@ -1,0 +1,1 @@
+"""Model families as Linen parameter declarations plus pure functions over plain parameter dicts."""

@@ -1,0 +1,165 @@
+"""The joined model as pure functions over one parameter dict {"vision": …, "text": …}.
+
+    images ──encode_images──► features [P, I·M, D] ─┐
+    prompt tokens ──────────────────────────────────┴─prefill──► hidden, KV once a prompt
+    responses [P, G, T] ──extend against that KV──► hidden ──logits──► [P, G, T, V]
+
+The compute dtype is that of the parameters passed in (cast them with `cast_params`); norms, rotary,
+softmax and logits are float32 inside whatever it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from evisrag_jax.models.qwen25vl import text as decoder
+from evisrag_jax.models.qwen25vl import vision as tower
+from evisrag_jax.models.qwen25vl.config import Qwen25VLConfig
+from evisrag_jax.models.qwen25vl.text import KV
+
+Params = dict[str, Any]
+
+
+class PromptInputs(NamedTuple):
+    """Right-padded prompts. image_index is the row of `features` a token takes, -1 for text."""
+
+    tokens: Int[Array, "P L"]
+    positions: Int[Array, "P 3 L"]
+    lengths: Int[Array, " P"]
+    image_index: Int[Array, "P L"]
+    next_position: Int[Array, " P"]
+
+
+def init_boxed(config: Qwen25VLConfig, key: Array) -> Params:
+    """Parameters with their logical axis names attached (flax LogicallyPartitioned boxes)."""
+    k_vision, k_text = jax.random.split(key)
+    params = {"text": decoder.init_text(config.text, k_text)}
+    if config.vision is not None:
+        params["vision"] = tower.init_vision(config.vision, k_vision)
+    return params
+
+
+def init_params(config: Qwen25VLConfig, key: Array) -> Params:
+    """Random float32 parameters as a plain nested dict."""
+    return nn.unbox(init_boxed(config, key))
+
+
+def param_shapes(config: Qwen25VLConfig) -> Params:
+    """Shapes and dtypes of the parameters, nothing allocated."""
+    return jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
+
+
+def logical_axes(config: Qwen25VLConfig) -> Params:
+    """A tree like the parameters whose leaves are tuples of logical axis names."""
+    boxed = jax.eval_shape(lambda: init_boxed(config, jax.random.key(0)))
+    return jax.tree.map(
+        lambda box: tuple(box.names), boxed, is_leaf=lambda x: isinstance(x, nn.meta.AxisMetadata)
+    )
+
+
+def cast_params(params: Params, dtype) -> Params:
+    """The same tree in the compute dtype."""
+    return jax.tree.map(lambda a: a.astype(dtype), params)
+
+
+def compute_dtype(params: Params):
+    """The dtype the functions below compute in."""
+    return params["text"]["embed"]["embedding"].dtype
+
+
+def encode_images(
+    params: Params, config: Qwen25VLConfig, images: Any, *, remat: bool = False
+) -> Float[Array, "P IM D"]:
+    """Image features a prompt, padded to I images of M tokens.
+
+    `images` has array fields patches [P, I, W, S, C], mask [P, I, W, S], rowcol [P, I, W, S, 2] and
+    merged_index [P, I, M] (what `pages.patches.stack_pages` makes).
+    """
+    if config.vision is None:
+        raise ValueError("this model has no vision tower; pass features=None to prefill")
+    P, I = images.patches.shape[:2]
+    flat = jax.tree.map(lambda a: jnp.asarray(a).reshape(P * I, *a.shape[2:]), tuple(images))
+    patches, mask, rowcol, merged_index = flat
+    features = tower.encode(
+        params["vision"],
+        config.vision,
+        patches.astype(compute_dtype(params)),
+        mask,
+        rowcol,
+        merged_index,
+        remat=remat,
+    )
+    return features.reshape(P, I * features.shape[1], -1)
+
+
+def embed_prompt(
+    params: Params, prompt: Any, features: Float[Array, "P IM D"] | None
+) -> Float[Array, "P L D"]:
+    """Token embeddings with image features written over the image slots."""
+    x = params["text"]["embed"]["embedding"][prompt.tokens]
+    if features is None or features.shape[1] == 0:
+        return x
+    index = jnp.asarray(prompt.image_index)
+    rows = jnp.take_along_axis(features, jnp.maximum(index, 0)[..., None], axis=1)
+    return jnp.where((index >= 0)[..., None], rows.astype(x.dtype), x)
+
+
+def prefill(
+    params: Params,
+    config: Qwen25VLConfig,
+    prompt: Any,
+    features: Float[Array, "P IM D"] | None = None,
+    *,
+    remat: bool = False,
+) -> tuple[Float[Array, "P L D"], KV]:
+    """Hidden states of the prompts (a PromptInputs) and their keys and values [layers, P, L, K, H]."""
+    x = embed_prompt(params, prompt, features)
+    return decoder.prefill(
+        params["text"], config.text, x, prompt.positions, prompt.lengths, remat=remat
+    )
+
+
+def extend(
+    params: Params,
+    config: Qwen25VLConfig,
+    tokens: Int[Array, "P G T"],
+    positions: Int[Array, "P G T"],
+    lengths: Int[Array, " P"],
+    prefix: KV,
+    suffix: KV | None = None,
+    offset: Int[Array, ""] | int = 0,
+    *,
+    remat: bool = False,
+) -> tuple[Float[Array, "P G T D"], KV]:
+    """Hidden states of response tokens (text only); see `text.extend` for the cache."""
+    x = params["text"]["embed"]["embedding"][tokens]
+    return decoder.extend(
+        params["text"], config.text, x, positions, lengths, prefix, suffix, offset, remat=remat
+    )
+
+
+def last_hidden(hidden: Float[Array, "P L D"], lengths: Int[Array, " P"]) -> Float[Array, "P D"]:
+    """The hidden state of each prompt's last real token: it predicts the first response token."""
+    return jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
+
+
+def logits(params: Params, config: Qwen25VLConfig, hidden: Float[Array, "*B D"]) -> Array:
+    """Float32 logits over the vocabulary."""
+    return decoder.head_logits(params["text"], config.text, hidden)
+
+
+def empty_suffix(config: Qwen25VLConfig, prompts: int, group: int, slots: int, dtype) -> KV:
+    """An all-zero response cache, a tuple of [P, G, S, K, H] arrays a layer."""
+    shape = (prompts, group, slots, config.text.kv_heads, config.text.head_dim)
+    zeros = tuple(jnp.zeros(shape, dtype) for _ in range(config.text.layers))
+    return KV(zeros, tuple(jnp.zeros(shape, dtype) for _ in range(config.text.layers)))
+
+
+def unstack_layers(params: Params) -> Params:
+    """Parameters with the decoder's layers as a tuple (see `text.unstack_layers`)."""
+    return {**params, "text": decoder.unstack_layers(params["text"])}

@@ -1,0 +1,195 @@
+"""The rollout on the device: pages → features → prompt keys and values, once a prompt → its G responses.
+
+    encode    images [P, I, W, S, C]         → features [P, I·M, D]
+    prefill   prompt [P, L], features        → Prefix: KV of the prompts, last hidden state, tokens seen
+    start     Prefix, settings, keys         → DecodeState with the first token of every response
+    decode    Prefix, DecodeState            → DecodeState, all responses done (or `until` tokens each)
+
+`model` is anything with the functions of `models.qwen25vl.model` (the module itself is passed), `config` its
+frozen configuration; both are static. Everything that changes from call to call is an array, so a shape
+compiles once. Tokens and caches of one response, after t tokens:
+
+    slot        0    1   …  t-2   t-1   t  …
+    tokens      a0   a1  …  .     a(t-1)          written
+    suffix KV   a0   a1  …  a(t-2)                a(t-1) is fed next, at position next_position + t - 1
+
+A response that is done keeps its row: padding is fed and nothing more is recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from evisrag_jax.models.qwen25vl.text import unstack_kv
+from evisrag_jax.rollout.sampling import Controls, sample, token_uniforms
+
+
+class Prefix(NamedTuple):
+    """What the responses of P prompts share."""
+
+    kv: Any  # the model's cache of the prompts
+    hidden: Float[Array, "P D"]  # of each prompt's last token
+    lengths: Int[Array, " P"]
+    next_position: Int[Array, " P"]
+    seen: Bool[Array, "P V"]
+
+
+class Rows(NamedTuple):
+    """Settings of each prompt's responses. stop_ids is padded with -1; invalid rows are padding of the batch."""
+
+    controls: Controls
+    max_tokens: Int[Array, " P"]
+    stop_ids: Int[Array, "P E"]
+    valid: Bool[Array, " P"]
+
+
+class DecodeState(NamedTuple):
+    """Everything that decoding changes. Tokens beyond a response's length are padding, their logp 0."""
+
+    count: Int[Array, ""]  # tokens drawn so far, t above
+    tokens: Int[Array, "P G T"]
+    logp: Float[Array, "P G T"]  # log softmax(logits / T), see sampling
+    length: Int[Array, "P G"]  # the end token counts
+    last: Int[Array, "P G"]  # the token to feed next
+    done: Bool[Array, "P G"]
+    stopped: Bool[Array, "P G"]  # ended by a stop id
+    failed_at: Int[Array, "P G"]  # index of the token whose logits were not finite, -1 if none
+    seen: Bool[Array, "P G V"]
+    keys: Key[Array, "P G"]
+    suffix: Any  # the model's cache of the responses
+
+
+@partial(jax.jit, static_argnames=("model", "config"))
+def encode(model: Hashable, config: Hashable, params: Any, images: Any) -> Float[Array, "P IM D"]:
+    """Features of a batch of pages (`pages.patches.ImageArrays`), a prompt's images side by side."""
+    return model.encode_images(params, config, images)
+
+
+@partial(jax.jit, static_argnames=("model", "config"))
+def prefill(
+    model: Hashable,
+    config: Hashable,
+    params: Any,
+    prompt: Any,
+    features: Float[Array, "P IM D"] | None,
+) -> Prefix:
+    """Runs each prompt once. `prompt` is the model's PromptInputs, right-padded to L."""
+    hidden, kv = model.prefill(params, config, prompt, features)
+    rows, length = prompt.tokens.shape
+    last = model.last_hidden(hidden, prompt.lengths)
+    vocab = jax.eval_shape(lambda h: model.logits(params, config, h), last).shape[-1]
+    real = jnp.arange(length)[None] < prompt.lengths[:, None]
+    tokens = jnp.where(real, prompt.tokens, vocab)  # out of range: dropped
+    seen = jnp.zeros((rows, vocab), bool)
+    seen = seen.at[jnp.arange(rows)[:, None], tokens].set(True, mode="drop")
+    return Prefix(unstack_kv(kv), last, prompt.lengths, prompt.next_position, seen)
+
+
+@partial(jax.jit, static_argnames=("model", "config", "slots"))
+def start(
+    model: Hashable,
+    config: Hashable,
+    params: Any,
+    prefix: Prefix,
+    rows: Rows,
+    banned: Bool[Array, " V"],
+    keys: Key[Array, "P G"],
+    pad: Int[Array, ""],
+    *,
+    slots: int,
+) -> DecodeState:
+    """Draws the first token of keys.shape[1] responses a prompt; room for `slots` tokens each."""
+    P, G = keys.shape
+    vocab = prefix.seen.shape[-1]
+    dtype = jax.tree.leaves(prefix.kv)[0].dtype
+    grid = (P, G)
+    state = DecodeState(
+        count=jnp.int32(0),
+        tokens=jnp.broadcast_to(pad, (P, G, slots)).astype(jnp.int32),
+        logp=jnp.zeros((P, G, slots), jnp.float32),
+        length=jnp.zeros(grid, jnp.int32),
+        last=jnp.broadcast_to(pad, grid).astype(jnp.int32),
+        done=jnp.broadcast_to(~rows.valid[:, None], grid),
+        stopped=jnp.zeros(grid, bool),
+        failed_at=jnp.full(grid, -1, jnp.int32),
+        seen=jnp.broadcast_to(prefix.seen[:, None], (P, G, vocab)),
+        keys=keys,
+        suffix=model.empty_suffix(config, P, G, slots, dtype),
+    )
+    logits = model.logits(params, config, prefix.hidden)
+    return _record(state, jnp.broadcast_to(logits[:, None], (P, G, vocab)), rows, banned, pad)
+
+
+@partial(jax.jit, static_argnames=("model", "config"), donate_argnames=("state",))
+def decode(
+    model: Hashable,
+    config: Hashable,
+    params: Any,
+    prefix: Prefix,
+    rows: Rows,
+    banned: Bool[Array, " V"],
+    pad: Int[Array, ""],
+    state: DecodeState,
+    until: Int[Array, ""],
+) -> DecodeState:
+    """Draws tokens until every response is done or holds `until` of them (at most the slots).
+
+    `state` is donated: its caches are updated in place. Layers are sliced out of the stacked parameters
+    once, before the loop, and caches are a tuple of a layer's arrays, so that the loop copies neither.
+    """
+    params = model.unstack_layers(params)
+    limit = jnp.minimum(until, state.tokens.shape[-1])
+
+    def unfinished(state: DecodeState):
+        return (state.count < limit) & ~jnp.all(state.done)
+
+    def step(state: DecodeState):
+        fed = state.count - 1
+        position = jnp.broadcast_to(
+            (prefix.next_position + fed)[:, None, None], state.last.shape + (1,)
+        )
+        hidden, suffix = model.extend(
+            params, config, state.last[..., None], position, prefix.lengths, prefix.kv,
+            state.suffix, fed,
+        )  # fmt: skip
+        logits = model.logits(params, config, hidden[:, :, 0])
+        return _record(state._replace(suffix=suffix), logits, rows, banned, pad)
+
+    return jax.lax.while_loop(unfinished, step, state)
+
+
+def _record(
+    state: DecodeState, logits: Float[Array, "P G V"], rows: Rows, banned: Array, pad: Array
+) -> DecodeState:
+    """Draws token number `count` of every live response and files it."""
+    P, G = state.last.shape
+    controls = Controls(*(jnp.broadcast_to(c[:, None], (P, G)) for c in rows.controls))
+    uniform = token_uniforms(state.keys, state.count)
+    draw = sample(logits, uniform, state.seen, banned, controls)
+
+    live = ~state.done
+    failed = live & draw.failed
+    drawn = live & ~draw.failed
+    token = jnp.where(drawn, draw.token, pad)
+    length = state.length + drawn
+    stop = drawn & jnp.any(token[..., None] == rows.stop_ids[:, None], -1)
+    full = length >= rows.max_tokens[:, None]
+    put = jax.lax.dynamic_update_index_in_dim
+    prompt, response = jnp.meshgrid(jnp.arange(P), jnp.arange(G), indexing="ij")
+    return state._replace(
+        count=state.count + 1,
+        tokens=put(state.tokens, token, state.count, axis=2),
+        logp=put(state.logp, jnp.where(drawn, draw.logp, 0.0), state.count, axis=2),
+        length=length,
+        last=token,
+        done=state.done | failed | stop | full,
+        stopped=state.stopped | stop,
+        failed_at=jnp.where(failed, state.count, state.failed_at),
+        seen=state.seen.at[prompt, response, token].set(True),
+    )

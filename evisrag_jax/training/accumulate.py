@@ -1,0 +1,70 @@
+"""Gradient accumulation over prompts that never changes a gradient.
+
+    rows of a batch, P = 6, micro = 3, on devices a a a b b b:  0 1 2 3 4 5
+    slice 0                                                     0 . 2 . 4 .
+    slice 1                                                     . 1 . 3 . 5
+
+Every slice takes every (P / micro)-th row, so each device works on its own rows. What is added up
+are sums; dividing by the total weight is left to the caller, once, after the last slice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+Objective = Callable[[Any, Any], tuple[Float[Array, ""], Any]]
+
+
+def accumulate(
+    objective: Objective, trainable: Any, batch: Any, micro: int, *, shardings: Any = None
+) -> tuple[Any, Float[Array, ""], Any]:
+    """Gradient of the summed objective over a batch, `micro` prompts at a time.
+
+    Args:
+        objective: (trainable, slice) → (a scalar sum over the slice, a tree of sums).
+        trainable: the tree to differentiate for.
+        batch: a tree whose leaves all have the prompts P as their first axis (None is no leaf).
+        micro: prompts a slice; sets memory, never the result.
+        shardings: of `trainable`; gradients are kept where their parameters lie.
+    Returns:
+        gradient (float32, a tree like trainable), total, aux sums. Nothing is divided.
+    Raises:
+        ValueError: P is not a multiple of micro, or leaves of different P.
+    """
+    sizes = {leaf.shape[0] for leaf in jax.tree.leaves(batch)}
+    if len(sizes) != 1:
+        raise ValueError(f"leaves of one batch have {sorted(sizes)} prompts; all need the same")
+    prompts = sizes.pop()
+    if micro < 1 or prompts % micro:
+        raise ValueError(
+            f"{prompts} prompts a batch cannot be cut into micro-batches of micro={micro}; "
+            "choose a divisor"
+        )
+    slices = prompts // micro
+
+    def place(grads: Any) -> Any:
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+        return grads if shardings is None else jax.lax.with_sharding_constraint(grads, shardings)
+
+    def one(rows: Any) -> tuple[Any, Any, Any]:
+        (total, aux), grads = jax.value_and_grad(objective, has_aux=True)(trainable, rows)
+        return place(grads), total, aux
+
+    if slices == 1:
+        return one(batch)
+    cut = jax.tree.map(
+        lambda a: jnp.asarray(a).reshape(micro, slices, *a.shape[1:]).swapaxes(0, 1), batch
+    )
+    first = jax.tree.map(lambda a: a[0], cut)
+    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(one, first))
+
+    def step(sums: Any, rows: Any) -> tuple[Any, None]:
+        return jax.tree.map(jnp.add, sums, one(rows)), None
+
+    (grads, total, aux), _ = jax.lax.scan(step, (place(zeros[0]), *zeros[1:]), cut)
+    return place(grads), total, aux

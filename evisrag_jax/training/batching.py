@@ -1,0 +1,409 @@
+"""From records to the fixed-shape batches that an update takes.
+
+    record ─prepare─► Prepared: prompt, pages, response ids ─make_group_batch─► GroupBatch of a bucket
+             (threads; every page prepared once)              (numpy; empty rows fill up P)
+
+Shapes come from the configured buckets, never from the data. A record that does not fit is refused
+by name and never cut.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from transformers import PreTrainedTokenizerFast
+
+from evisrag_jax.data.schema import Record
+from evisrag_jax.models.qwen25vl.model import PromptInputs
+from evisrag_jax.pages.decode import PageError, load_page
+from evisrag_jax.pages.patches import PagePatches, make_patches, stack_pages
+from evisrag_jax.pages.plan import PixelBudget, VisionLayout
+from evisrag_jax.prompts.chat import Prompt, PromptTooLong, batch_prompts, build_prompt
+from evisrag_jax.prompts.template import Template
+from evisrag_jax.prompts.tokenizer import SpecialIds, encode_response
+from evisrag_jax.runtime import mesh as meshes
+from evisrag_jax.training.forward import GroupBatch
+
+
+class ResponseTooLong(PromptTooLong):
+    """A target response over its limit: refused, never cut."""
+
+    kind = "response_too_long"
+
+    def __init__(self, name: str, needed: int, limit: int):
+        super().__init__(name, needed, limit)
+        self.args = (
+            f"record {name or '(unnamed)'}: its response takes {needed} tokens with its end token, "
+            f"over the limit of {limit}",
+        )
+
+
+class EmptyResponse(PromptTooLong):
+    """A record that gives nothing to train on."""
+
+    kind = "no_response"
+
+    def __init__(self, name: str, needed: int = 0, limit: int = 0):
+        super().__init__(name, needed, limit)
+        self.args = (f"record {name or '(unnamed)'}: has no response to train on, or an empty one",)
+
+
+class TooManyPages(PromptTooLong):
+    """A record with more pages, or larger ones, than every bucket holds."""
+
+    kind = "too_large"
+
+    def __init__(self, name: str, needed: int, limit: int, what: str = "pages"):
+        super().__init__(name, needed, limit)
+        self.what = what
+        self.args = (f"record {name or '(unnamed)'}: needs {needed} {what}, the limit is {limit}",)
+
+    def __reduce__(self):
+        return type(self), (self.name, self.needed, self.limit, self.what)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """One static shape of a batch.
+
+    prompts: P, over all devices.  images: pages a prompt, 0 for text only.  windows, tokens: windows
+    and merged tokens a page.  prompt_length: L.  group: G.  response_length: T, end token included.
+    """
+
+    prompts: int
+    images: int
+    windows: int
+    tokens: int
+    prompt_length: int
+    group: int
+    response_length: int
+
+    def __post_init__(self) -> None:
+        for name in ("prompts", "prompt_length", "group", "response_length"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"bucket.{name}={getattr(self, name)} must be at least 1")
+        pages = (self.images, self.windows, self.tokens)
+        if min(pages) < 0 or (self.images and min(pages) < 1):
+            raise ValueError(
+                f"bucket.images={self.images} needs windows and tokens of at least 1, got "
+                f"{self.windows} and {self.tokens}"
+            )
+
+    def faults(self, item: Prepared) -> list[tuple[str, int, int]]:
+        """(what, needed, limit) of everything in a prepared record that does not fit."""
+        needs = (
+            ("pages", len(item.pages), self.images),
+            ("windows a page", max((len(p.patches) for p in item.pages), default=0), self.windows),
+            (
+                "tokens a page",
+                max((len(p.merged_index) for p in item.pages), default=0),
+                self.tokens,
+            ),
+            ("prompt tokens", len(item.prompt.ids), self.prompt_length),
+            ("responses", len(item.response_ids or ()), self.group),
+            (
+                "response tokens",
+                max(map(len, item.response_ids or ()), default=0),
+                self.response_length,
+            ),
+        )
+        return [fault for fault in needs if fault[1] > fault[2]]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a record may need; a larger one is refused by name.
+
+    prompt: prompt tokens, images included.  response: response tokens, end token included.
+    images: pages.  windows, tokens: windows and merged tokens a page.  group: responses.
+    """
+
+    prompt: int
+    response: int
+    images: int
+    windows: int
+    tokens: int
+    group: int
+
+    @classmethod
+    def of(cls, buckets: Sequence[Bucket]) -> Limits:
+        """The largest that every size of some bucket allows; `make_group_batch` checks the rest."""
+        return cls(
+            prompt=max(b.prompt_length for b in buckets),
+            response=max(b.response_length for b in buckets),
+            images=max(b.images for b in buckets),
+            windows=max(b.windows for b in buckets),
+            tokens=max(b.tokens for b in buckets),
+            group=max(b.group for b in buckets),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """A record ready for a batch.
+
+    response_ids: target token ids of each response with one end token, or None where responses are
+    sampled later.  record: where it came from.
+    """
+
+    id: str
+    prompt: Prompt
+    pages: tuple[PagePatches, ...]
+    response_ids: tuple[tuple[int, ...], ...] | None
+    record: Record
+
+
+class PageCache:
+    """Prepared pages in memory, the least recently used given up first; safe to use from threads.
+
+    A page is known by its path, modification time, size and the settings it was prepared with, and
+    is prepared once even if two threads ask for it together. `hits` and `misses` count.
+
+    Args:
+        max_bytes: of patch arrays kept; a page in use costs nothing here once given up.
+    """
+
+    def __init__(self, max_bytes: int = 2**30):
+        self.max_bytes = max_bytes
+        self.hits = self.misses = self.bytes = 0
+        self._pages: OrderedDict[tuple, Future[PagePatches]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(
+        self, path: str, layout: VisionLayout, budget: PixelBudget, exif_transpose: bool = True
+    ) -> PagePatches:
+        """The patches of a page file. PageError names the file when it cannot be used."""
+        try:
+            stat = Path(path).stat()
+        except OSError as error:
+            raise PageError(path, f"cannot be read: {error.strerror or error}", "missing") from None
+        key = (path, stat.st_mtime_ns, stat.st_size, layout, budget, exif_transpose)
+        with self._lock:
+            future = self._pages.get(key)
+            if future is not None:
+                self._pages.move_to_end(key)
+                self.hits += 1
+            else:
+                self.misses += 1
+                mine = self._pages[key] = Future()
+        if future is not None:
+            return future.result()
+        try:
+            image = load_page(path, exif_transpose=exif_transpose)
+            page = make_patches(image, layout, budget, name=path)
+        except BaseException as error:
+            with self._lock:
+                self._pages.pop(key, None)
+            mine.set_exception(error)
+            raise
+        mine.set_result(page)
+        with self._lock:
+            self.bytes += page.patches.nbytes
+            self._evict()
+        return page
+
+    def _evict(self) -> None:
+        for key in list(self._pages):
+            if self.bytes <= self.max_bytes:
+                return
+            if self._pages[key].done():
+                self.bytes -= self._pages.pop(key).result().patches.nbytes
+
+
+def own_response(record: Record) -> tuple[str, ...]:
+    """The record's tagged target response."""
+    return () if record.response is None else (record.response,)
+
+
+def prepare(
+    record: Record,
+    *,
+    tokenizer: PreTrainedTokenizerFast,
+    template: Template,
+    layout: VisionLayout,
+    budget: PixelBudget,
+    limits: Limits,
+    cache: PageCache,
+    targets: Callable[[Record], Sequence[str]] | None = None,
+    images_first: bool = False,
+    system: str | None = None,
+    exif_transpose: bool = True,
+) -> Prepared:
+    """Prompt, pages and target ids of one record; a function of the record alone.
+
+    `targets` gives the responses to train on (say, `own_response`); each is encoded and closed by
+    exactly one <|im_end|>. Without it `response_ids` is None.
+
+    Raises PageError for a page that cannot be used, and PromptTooLong or one of the kinds of it
+    above for a record over `limits`; all name the record or its file.
+    """
+    if len(record.images) > limits.images:
+        raise TooManyPages(record.id, len(record.images), limits.images)
+    pages = tuple(cache.get(path, layout, budget, exif_transpose) for path in record.images)
+    for what, limit, sizes in (
+        ("windows a page", limits.windows, [len(page.patches) for page in pages]),
+        ("tokens a page", limits.tokens, [len(page.merged_index) for page in pages]),
+    ):
+        if max(sizes, default=0) > limit:
+            raise TooManyPages(record.id, max(sizes), limit, what)
+    prompt = build_prompt(
+        tokenizer,
+        template.render(record.question),
+        [page.grid for page in pages],
+        images_first=images_first,
+        system=system,
+        max_length=limits.prompt,
+        name=record.id,
+        merge=layout.merge,
+    )
+    responses = None
+    if targets is not None:
+        end = SpecialIds.from_tokenizer(tokenizer).im_end
+        texts = tuple(targets(record))
+        if not texts or not all(text.strip() for text in texts):
+            raise EmptyResponse(record.id)
+        responses = tuple((*encode_response(tokenizer, text), end) for text in texts)
+        longest = max(map(len, responses))
+        if longest > limits.response:
+            raise ResponseTooLong(record.id, longest, limits.response)
+        if len(responses) > limits.group:
+            raise TooManyPages(record.id, len(responses), limits.group, "responses")
+    return Prepared(record.id, prompt, pages, responses, record)
+
+
+def choose_bucket(items: Sequence[Prepared], buckets: Sequence[Bucket]) -> Bucket:
+    """The first bucket, by size, that holds all items.
+
+    Raises PromptTooLong (naming record, need and limit of the largest bucket) when a record fits
+    none, and ValueError when there are more items than prompts in every bucket or when no single
+    bucket holds all of them.
+    """
+    if not buckets:
+        raise ValueError("no buckets are configured")
+    ordered = sorted(buckets, key=size)
+    for bucket in ordered:
+        if len(items) <= bucket.prompts and not any(bucket.faults(item) for item in items):
+            return bucket
+    most = max(bucket.prompts for bucket in buckets)
+    if len(items) > most:
+        raise ValueError(f"{len(items)} prompts for buckets of at most {most}")
+    for item in items:
+        faults = ordered[-1].faults(item)
+        if faults and all(bucket.faults(item) for bucket in ordered):
+            what, needed, limit = faults[0]
+            if what == "prompt tokens":
+                raise PromptTooLong(item.id, needed, limit)
+            raise TooManyPages(item.id, needed, limit, what)
+    raise ValueError(
+        f"no bucket holds records {', '.join(item.id for item in items)} together; add one that is "
+        "at least as large as each of them in every size"
+    )
+
+
+def size(bucket: Bucket) -> tuple[int, ...]:
+    """Sort key: positions the decoder sees, then patches, then the rest. Compile the largest first."""
+    positions = bucket.prompts * (bucket.prompt_length + bucket.group * bucket.response_length)
+    return (positions, bucket.prompts * bucket.images * bucket.windows, *astuple(bucket))
+
+
+def make_group_batch(
+    items: Sequence[Prepared],
+    buckets: Sequence[Bucket],
+    *,
+    responses: Sequence[Sequence[Sequence[int]]] | None = None,
+    layout: VisionLayout | None = None,
+    prompts: int | None = None,
+) -> GroupBatch:
+    """Numpy arrays of the smallest bucket that holds all items.
+
+    Rows beyond the items have prompts of one padding token and responses of length 0, which add
+    nothing to a sum; so do response slots beyond an item's own responses.
+
+    Args:
+        items: at most P prepared records.
+        buckets: the configured shapes.
+        responses: sampled ids [items][G][any] in place of the items' `response_ids`.
+        layout: gives the slot and patch sizes of a batch without any page.
+        prompts: take P from here and not from the bucket (the last rows are then empty).
+    Raises: see `choose_bucket`; ValueError for an item without responses.
+    """
+    if not items:
+        raise ValueError("no records to batch")
+    if responses is not None:
+        if len(responses) != len(items):
+            raise ValueError(f"{len(responses)} groups of responses for {len(items)} records")
+        items = [
+            Prepared(i.id, i.prompt, i.pages, tuple(map(tuple, group)), i.record)
+            for i, group in zip(items, responses, strict=True)
+        ]
+    bucket = choose_bucket(items, buckets)
+    rows = bucket.prompts if prompts is None else prompts
+    if len(items) > rows:
+        raise ValueError(f"{len(items)} prompts for {rows} rows")
+    tokens = np.full((rows, bucket.group, bucket.response_length), items[0].prompt.pad_id, np.int32)
+    lengths = np.zeros((rows, bucket.group), np.int32)
+    for p, item in enumerate(items):
+        if item.response_ids is None:
+            raise ValueError(f"record {item.id}: has no responses to batch")
+        for g, ids in enumerate(item.response_ids):
+            tokens[p, g, : len(ids)] = ids
+            lengths[p, g] = len(ids)
+    images = None
+    if bucket.images:
+        images = stack_pages(
+            [*(item.pages for item in items), *[()] * (rows - len(items))],
+            images=bucket.images,
+            windows=bucket.windows,
+            tokens=bucket.tokens,
+            layout=layout,
+        )
+    return GroupBatch(_prompts(items, rows, bucket), images, tokens, lengths)
+
+
+def _prompts(items: Sequence[Prepared], rows: int, bucket: Bucket) -> PromptInputs:
+    """The prompts, and rows of one padding token below them."""
+    arrays = batch_prompts(
+        [item.prompt for item in items],
+        length=bucket.prompt_length,
+        tokens_per_image=max(1, bucket.tokens),
+    )
+    spare = rows - len(items)
+    fill = (items[0].prompt.pad_id, 0, 1, -1, 1)
+    padded = [
+        np.concatenate([a, np.full((spare, *a.shape[1:]), value, a.dtype)]) if spare else a
+        for a, value in zip(arrays, fill, strict=True)
+    ]
+    return PromptInputs(*padded)
+
+
+def trained_tokens(batch: GroupBatch) -> int:
+    """Response tokens of a host batch, end tokens included: its weight."""
+    return int(np.sum(batch.lengths))
+
+
+def check_divides(prompts: int, mesh: Mesh) -> None:
+    """ValueError, naming both numbers, unless prompts split evenly over the mesh's batch axes."""
+    parts = int(np.prod([mesh.shape[axis] for axis in meshes.BATCH_AXES]))
+    if prompts % parts:
+        raise ValueError(
+            f"{prompts} prompts a batch do not divide over {parts} devices "
+            f"({' x '.join(f'{axis}={mesh.shape[axis]}' for axis in meshes.BATCH_AXES)}); "
+            "change bucket.prompts or the mesh"
+        )
+
+
+def put_batch(batch: Any, mesh: Mesh) -> Any:
+    """A host batch on its devices, prompts split over the mesh's batch axes; None leaves stay None.
+
+    An explicit transfer: it works under a transfer guard on "disallow".
+    """
+    return jax.device_put(batch, meshes.batch_sharding(mesh))

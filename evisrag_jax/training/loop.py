@@ -1,0 +1,278 @@
+"""The skeleton that SFT and RL share: steps, metrics, validation, checkpoints, exact resume.
+
+    restore ─► [ step_fn(state, data, k) ─► metrics row ─► validate? ─► save? ] k = 1 … steps ─► save
+
+A run that is stopped and started again does what the uninterrupted run does: state, data position and
+host facts come back from the latest checkpoint, and rows written after it are dropped. Device work of
+a step runs with the transfer guard on "disallow": inputs are put on devices explicitly or not at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from evisrag_jax.runtime.checkpoints import Checkpoints
+from evisrag_jax.runtime.compile_cache import CompileCounter
+from evisrag_jax.runtime.metrics import MetricWriter
+from evisrag_jax.runtime.run_folder import RunFolder
+from evisrag_jax.training.state import TrainState, from_checkpoint, to_checkpoint
+
+Metrics = Mapping[str, Any]
+
+
+class Data(Protocol):
+    """A stream of batches whose place can be saved as plain JSON (`data.pipeline.RecordStream`)."""
+
+    def __next__(self) -> Any: ...
+
+    def get_state(self) -> dict[str, Any]: ...
+
+    def set_state(self, state: Mapping[str, Any]) -> None: ...
+
+
+StepFn = Callable[[TrainState, Any, int], tuple[TrainState, Metrics]]
+Validate = Callable[[TrainState, int], Metrics]
+
+
+@dataclass(frozen=True)
+class FitResult:
+    """How a run ended.
+
+    state, step: after the last update.  restored: the step it went on from, None for a fresh run.
+    metrics, validation: the last rows ({} when there was none).  seconds: of this process.
+    compiles: programs made ready in this process.
+    """
+
+    state: TrainState
+    step: int
+    restored: int | None
+    metrics: dict[str, Any]
+    validation: dict[str, Any]
+    seconds: float
+    compiles: int
+
+
+def fit(
+    *,
+    run: RunFolder,
+    state: TrainState,
+    step_fn: StepFn,
+    steps: int,
+    checkpoints: Checkpoints,
+    data: Data | None = None,
+    validate: Validate | None = None,
+    extras: dict[str, Any] | None = None,
+    save_every: int = 100,
+    log_every: int = 1,
+    eval_every: int = 0,
+    best_metric: str | None = None,
+    tensorboard: bool = True,
+    wandb: Mapping[str, Any] | None = None,
+    progress: bool | None = None,
+    shown: tuple[str, ...] = ("loss/total",),
+    name: str = "train",
+) -> FitResult:
+    """Train to `steps` updates, going on from the latest checkpoint if there is one.
+
+    Args:
+        run: the started run folder.
+        state: the initial state on its devices; the template of a restored one. Its buffers may be
+            donated by `step_fn`.
+        step_fn: (state, data, k) → (state after update k, its metrics), k counted from 1. It draws
+            what it needs from `data` by `next`; StopIteration ends the run early. Metrics are
+            scalars, on the device or the host.
+        steps: updates in all, restored ones included.
+        checkpoints: where states go, with `data`'s state and `extras` beside them.
+        data: what step_fn draws from; None if it draws from nothing that has a place.
+        validate: (state, k) → metrics of the state after k updates: before the first update, every
+            `eval_every` and after the last. Runs without the transfer guard.
+        extras: plain JSON facts that step_fn keeps between steps, changed in place (a controller's
+            coefficient, counters). Saved and restored.
+        save_every, log_every, eval_every: in updates; 0 saves at the end only, never validates.
+        best_metric: the validation metric that checkpoints are rated by.
+        tensorboard, wandb: further places for metrics.
+        progress: a live bar; None shows one on a terminal.
+        shown: metrics beside the bar.
+        name: what the bar calls this run.
+    Raises:
+        KeyboardInterrupt: after an interrupt, once the last whole step has been saved. A second
+            interrupt stops at once.
+    """
+    if steps < 1 or min(save_every, eval_every) < 0 or log_every < 1:
+        raise ValueError(
+            f"steps={steps} and log_every={log_every} must be at least 1, save_every={save_every} "
+            f"and eval_every={eval_every} not negative"
+        )
+    extras = {} if extras is None else extras
+    state, done = _restore(run, state, checkpoints, data, extras)
+    restored = None if done < 0 else done
+    begin, compiles = time.perf_counter(), CompileCounter()
+    metrics: dict[str, Any] = {}
+    validation: dict[str, Any] = {}
+    k = max(done, 0)
+    validated = -1
+    place = _place(data, extras)
+
+    writer = MetricWriter(run, resume_step=done, tensorboard=tensorboard, wandb=wandb)
+    bar = _Bar(name, steps, progress, shown)
+    with writer, bar, _interrupts() as interrupted:
+
+        def save() -> None:
+            if k > (checkpoints.latest_step() or 0):
+                rating = validation.get(best_metric) if best_metric and validated == k else None
+                checkpoints.save(k, to_checkpoint(state), place, metric=rating)
+
+        def check() -> None:
+            nonlocal validated
+            validation.clear()
+            validation.update(writer.write(k, validate(state, k)))
+            validated = k
+
+        wants_eval = validate is not None and eval_every > 0
+        if wants_eval and done < 0:
+            check()
+        try:
+            bar.update(k, validation)
+            while k < steps and not interrupted.is_set():
+                before = time.perf_counter()
+                try:
+                    with jax.transfer_guard("disallow"):
+                        state, device_metrics = step_fn(state, data, k + 1)
+                except StopIteration:
+                    break
+                k, place = k + 1, _place(data, extras)
+                if k % log_every == 0 or k == steps:
+                    row = dict(jax.device_get(dict(device_metrics)))
+                    row["time/step"] = time.perf_counter() - before
+                    metrics = writer.write(k, row | _more(data) | compiles.metrics())
+                bar.update(k, metrics)
+                if wants_eval and k % eval_every == 0:
+                    check()
+                if save_every and k % save_every == 0:
+                    save()
+            if wants_eval and max(validated, done, 0) < k and not interrupted.is_set():
+                check()
+        except KeyboardInterrupt:
+            interrupted.set()
+        if not _is_gone(state):
+            save()
+        checkpoints.wait()
+    if interrupted.is_set() and k < steps:
+        raise KeyboardInterrupt(
+            f"stopped after step {k} of {steps}; saved: {checkpoints.latest_step()}"
+        )
+    seconds = time.perf_counter() - begin
+    return FitResult(state, k, restored, metrics, validation, seconds, compiles.count)
+
+
+def _restore(
+    run: RunFolder,
+    state: TrainState,
+    checkpoints: Checkpoints,
+    data: Data | None,
+    extras: dict[str, Any],
+) -> tuple[TrainState, int]:
+    """State and step of the latest checkpoint, or (state, -1); forgets what the run wrote later."""
+    latest = checkpoints.latest_step()
+    if latest is None:
+        # A run that died before its first checkpoint starts again from nothing.
+        run.truncate(-1)
+        if data is not None:
+            data.set_state(data.get_state())
+        return state, -1
+    found = checkpoints.restore(to_checkpoint(state))
+    run.truncate(latest)
+    if data is not None:
+        data.set_state(found.extra["data"])
+    extras.clear()
+    extras.update(found.extra["extras"])
+    return from_checkpoint(found.state, state), latest
+
+
+def _place(data: Data | None, extras: dict[str, Any]) -> dict[str, Any]:
+    """Data position and host facts between two steps."""
+    return {"data": None if data is None else data.get_state(), "extras": copy.deepcopy(extras)}
+
+
+def _more(data: Data | None) -> dict[str, float]:
+    metrics = getattr(data, "metrics", None)
+    return {} if metrics is None else metrics()
+
+
+def _is_gone(state: TrainState) -> bool:
+    """Whether a broken step has already given the state's buffers away."""
+    return any(leaf.is_deleted() for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array))
+
+
+@contextlib.contextmanager
+def _interrupts() -> Iterator[threading.Event]:
+    """An event that the first Ctrl-C sets, so that the running step ends; the second one raises."""
+    event = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield event
+        return
+    previous = signal.getsignal(signal.SIGINT)
+
+    def handle(number: int, frame: Any) -> None:
+        if event.is_set():
+            raise KeyboardInterrupt
+        event.set()
+
+    signal.signal(signal.SIGINT, handle)
+    try:
+        yield event
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+class _Bar:
+    """A progress bar on a terminal; nothing elsewhere."""
+
+    def __init__(self, name: str, steps: int, on: bool | None, shown: tuple[str, ...]):
+        console = Console(stderr=True)
+        on = console.is_terminal if on is None else on
+        self._shown = shown
+        self._bar = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[note]}"),
+            console=console,
+            disable=not (on and jax.process_index() == 0),
+        )
+        self._task = self._bar.add_task(name, total=steps, note="")
+
+    def update(self, done: int, metrics: Metrics) -> None:
+        note = "  ".join(
+            f"{name.rsplit('/', 1)[-1]} {metrics[name]:.4g}"
+            for name in self._shown
+            if metrics.get(name) is not None
+        )
+        self._bar.update(self._task, completed=done, note=note)
+
+    def __enter__(self) -> _Bar:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._bar.stop()

@@ -1,0 +1,188 @@
+"""The optimiser: AdamW in float32 over the parameters that train, chosen by their paths.
+
+    gradients ─clip to norm─► Adam moments ─► + decay · matrices ─► × -rate(k) ─► updates
+                      └ norm not finite, or exactly 0: no update, moments untouched, counted; k goes on
+
+The rate follows the number k of updates seen, skipped ones included, as in the released trainer
+(EVisRAG spec 7), whose every-tensor weight decay is left to matrices here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Int
+
+from evisrag_jax.training.schedule import Schedule, constant_with_warmup, cosine_with_warmup
+
+SCHEDULES = ("constant", "cosine")
+DECAYED = ("kernel", "embedding")
+
+
+class OptimError(ValueError):
+    """Optimiser settings that cannot be; the message names the field."""
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """AdamW and what it is applied to.
+
+    learning_rate: the base rate.  schedule: "constant" or "cosine", after `warmup_steps` of linear
+    warm-up; the cosine ends at `total_steps`.  first_step_lr: "zero" as released (the first update
+    fills the moments only) or "base".  b1, b2, eps, weight_decay: AdamW's; the decay is decoupled
+    and applies to kernels and embeddings, never to norms and biases.  clip_norm: largest global
+    gradient norm, 0 for no limit.  train, freeze: regular expressions searched in "/"-joined
+    parameter paths such as "text/layers/q/kernel"; what matches `train` and not `freeze` trains (an
+    empty `freeze` freezes nothing).
+    """
+
+    learning_rate: float = 1e-6
+    schedule: str = "constant"
+    warmup_steps: int = 0
+    total_steps: int = 0
+    first_step_lr: str = "base"
+    b1: float = 0.9
+    b2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    clip_norm: float = 1.0
+    train: str = ".*"
+    freeze: str = "^vision"
+
+    def __post_init__(self) -> None:
+        for name in ("learning_rate", "eps", "weight_decay", "clip_norm"):
+            if getattr(self, name) < 0:
+                raise OptimError(f"optim.{name}={getattr(self, name)} must not be negative")
+        for name in ("b1", "b2"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise OptimError(f"optim.{name}={getattr(self, name)} is outside [0, 1)")
+        for name in ("train", "freeze"):
+            try:
+                re.compile(getattr(self, name))
+            except re.error as error:
+                raise OptimError(
+                    f"optim.{name}={getattr(self, name)!r} is no regular expression ({error})"
+                ) from error
+        try:
+            make_schedule(self)
+        except OptimError:
+            raise
+        except ValueError as error:
+            raise OptimError(f"optim: {error}") from error
+
+
+def make_schedule(config: OptimConfig) -> Schedule:
+    """The rate as a function of the number of updates before this one (0 at the first)."""
+    if config.schedule not in SCHEDULES:
+        raise OptimError(f"optim.schedule={config.schedule!r}; one of {', '.join(SCHEDULES)}")
+    base, warmup, first = config.learning_rate, config.warmup_steps, config.first_step_lr
+    if config.schedule == "constant":
+        return constant_with_warmup(base, warmup, first_step_lr=first)
+    if config.total_steps < 1:
+        raise OptimError("optim.total_steps: a cosine needs the number of updates it ends at")
+    return cosine_with_warmup(base, config.total_steps, warmup, first_step_lr=first)
+
+
+def is_trainable(path: str, config: OptimConfig) -> bool:
+    """Whether the parameter at this "/"-joined path trains."""
+    frozen = bool(config.freeze) and re.search(config.freeze, path) is not None
+    return re.search(config.train, path) is not None and not frozen
+
+
+def trainable_paths(paths: Iterable[str], config: OptimConfig) -> tuple[str, ...]:
+    """The paths that train, in order. OptimError when none does."""
+    paths = tuple(paths)
+    chosen = tuple(path for path in paths if is_trainable(path, config))
+    if not chosen:
+        raise OptimError(
+            f"nothing trains: no parameter path matches train={config.train!r} and not "
+            f"freeze={config.freeze!r}; paths look like {', '.join(paths[:3])}"
+        )
+    return chosen
+
+
+class GuardState(NamedTuple):
+    """Counts of updates left out: gradient norm not finite, and exactly zero (nothing was learnt)."""
+
+    skipped: Int[Array, ""]
+    empty: Int[Array, ""]
+    inner: Any
+
+
+def guard(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+    """`inner`, left out (state untouched, zero updates) for a gradient that must not be applied.
+
+    That is a gradient whose norm is not finite, or exactly zero: a step with nothing to train on is
+    no step, so neither momentum nor weight decay moves the parameters.
+    """
+
+    def init(params: Any) -> GuardState:
+        return GuardState(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), inner.init(params))
+
+    def update(grads: Any, state: GuardState, params: Any = None) -> tuple[Any, GuardState]:
+        norm = optax.global_norm(grads)
+        finite, empty = jnp.isfinite(norm), norm == 0
+        use = finite & ~empty
+        safe = jax.tree.map(lambda g: jnp.where(use, g, jnp.zeros_like(g)), grads)
+        updates, after = inner.update(safe, state.inner, params)
+        updates = jax.tree.map(lambda u: jnp.where(use, u, jnp.zeros_like(u)), updates)
+        kept = jax.tree.map(lambda new, old: jnp.where(use, new, old), after, state.inner)
+        skipped = state.skipped + (~finite).astype(jnp.int32)
+        return updates, GuardState(skipped, state.empty + empty.astype(jnp.int32), kept)
+
+    return optax.GradientTransformation(init, update)
+
+
+def in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+    """`inner` on float32 copies: moments and products are float32 whatever the parameters are."""
+
+    def wide(tree: Any) -> Any:
+        return jax.tree.map(lambda a: a.astype(jnp.float32), tree)
+
+    def init(params: Any) -> Any:
+        return inner.init(wide(params))
+
+    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        return inner.update(wide(grads), state, None if params is None else wide(params))
+
+    return optax.GradientTransformation(init, update)
+
+
+def decays(params: Any) -> Any:
+    """True at the leaves that weight decay applies to: kernels and embeddings.
+
+    By name, since the norms of stacked layers are matrices by shape.
+    """
+
+    def named(path: Any, _: Any) -> bool:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        return name.rsplit("/", 1)[-1] in DECAYED
+
+    return jax.tree_util.tree_map_with_path(named, params)
+
+
+def make_optimiser(config: OptimConfig) -> optax.GradientTransformation:
+    """AdamW over a tree of trainable parameters; apply its updates with `optax.apply_updates`."""
+    steps = [optax.clip_by_global_norm(config.clip_norm)] if config.clip_norm else []
+    steps.append(optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps))
+    if config.weight_decay:
+        steps.append(optax.add_decayed_weights(config.weight_decay, mask=decays))
+    rate = optax.scale_by_learning_rate(make_schedule(config))
+    return in_float32(optax.chain(guard(optax.chain(*steps)), rate))
+
+
+def gradient_norm(grads: Any) -> Float[Array, ""]:
+    """Global L2 norm of a gradient tree, float32."""
+    return optax.global_norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
+
+
+def skipped_updates(opt_state: Any) -> dict[str, Int[Array, ""]]:
+    """How many updates were left out so far: {"optim/skipped": …, "optim/empty": …}."""
+    state = opt_state[0]
+    return {"optim/skipped": state.skipped, "optim/empty": state.empty}

@@ -1,0 +1,3 @@
+"""Programs that reproduce tables and figures, one module or folder each: `python -m
+experiments.NAME`.
+"""

@@ -1,0 +1,31 @@
+"""Settings that must hold before jax or the package is imported, for every test.
+
+* Eight virtual CPU devices (unless XLA_FLAGS is already set), so that sharding is tested in this
+  process; plain jitted functions still run on device 0 alone.
+* jaxtyping's import hook with beartype: every annotated shape of the package is checked at run time.
+* A persistent compile cache beside pytest's own, so that a second run compiles little.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_THREEFRY_PARTITIONABLE", "true")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("MPLBACKEND", "Agg")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+_CACHE = Path(__file__).resolve().parent.parent / ".pytest_cache" / "jax"
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_CACHE))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
+
+if any(name == "evisrag_jax" or name.startswith("evisrag_jax.") for name in sys.modules):
+    raise RuntimeError("evisrag_jax was imported before tests/conftest.py could install its hook")
+
+from jaxtyping import install_import_hook  # noqa: E402
+
+install_import_hook("evisrag_jax", "beartype.beartype")

@@ -1,0 +1,170 @@
+"""AdamW against torch's own, what is decayed and trained, and updates that must not happen."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+
+from evisrag_jax.training.optimiser import (
+    OptimConfig,
+    OptimError,
+    gradient_norm,
+    is_trainable,
+    make_optimiser,
+    make_schedule,
+    skipped_updates,
+    trainable_paths,
+)
+
+PATHS = ("text/embed/embedding", "text/layers/q/kernel", "text/layers/q/bias", "text/norm/scale")
+
+
+def parameters(seed=0, dtype=np.float32):
+    rng = np.random.default_rng(seed)
+    shapes = ((5, 4), (2, 4, 3), (2, 3), (4,))
+    return {p: rng.normal(size=s).astype(dtype) for p, s in zip(PATHS, shapes, strict=True)}
+
+
+def run(config, params, gradients):
+    tx = make_optimiser(config)
+    params = jax.tree.map(jnp.asarray, params)
+    state = tx.init(params)
+    for grads in gradients:
+        updates, state = jax.jit(tx.update)(jax.tree.map(jnp.asarray, grads), state, params)
+        params = optax.apply_updates(params, updates)
+    return params, state
+
+
+@pytest.mark.parametrize("first", ["zero", "base"])
+def test_equals_torch_adamw_with_clipping_and_warmup(first):
+    """Five updates against torch.optim.AdamW and clip_grad_norm_, relative 1e-5."""
+    config = OptimConfig(
+        learning_rate=1e-2, warmup_steps=3, first_step_lr=first, weight_decay=0.1, clip_norm=1.0
+    )
+    start = parameters()
+    gradients = [parameters(seed) for seed in range(1, 6)]
+    ours, _ = run(config, start, gradients)
+
+    tensors = {p: torch.nn.Parameter(torch.tensor(a)) for p, a in start.items()}
+    groups = [
+        {"params": [tensors[p] for p in PATHS[:2]], "weight_decay": 0.1},
+        {"params": [tensors[p] for p in PATHS[2:]], "weight_decay": 0.0},
+    ]
+    reference = torch.optim.AdamW(groups, lr=1.0, betas=(0.9, 0.999), eps=1e-8)
+    for k, grads in enumerate(gradients):
+        factor = min(1.0, (k + (first == "base")) / 3)
+        for group in reference.param_groups:
+            group["lr"] = 1e-2 * factor
+        for p in PATHS:
+            tensors[p].grad = torch.tensor(grads[p])
+        torch.nn.utils.clip_grad_norm_(tensors.values(), 1.0)
+        reference.step()
+    for p in PATHS:
+        np.testing.assert_allclose(ours[p], tensors[p].detach().numpy(), rtol=1e-5, atol=1e-7)
+
+
+def test_moments_are_float32_for_bfloat16_parameters():
+    params = jax.tree.map(lambda a: jnp.asarray(a, jnp.bfloat16), parameters())
+    out, state = run(OptimConfig(learning_rate=1e-2), params, [parameters(1)])
+    assert {a.dtype.name for a in out.values()} == {"bfloat16"}
+    floats = [a for a in jax.tree.leaves(state) if jnp.issubdtype(a.dtype, jnp.floating)]
+    assert len(floats) == 2 * len(PATHS) and {a.dtype.name for a in floats} == {"float32"}
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_update_with_a_gradient_that_is_not_finite_is_left_out_and_counted(bad):
+    """B29, B52: parameters and moments stay; the next normal update equals the one of a fresh run
+    (constant rate), bitwise."""
+    config = OptimConfig(learning_rate=1e-2)
+    broken = parameters(1)
+    broken[PATHS[1]][0, 0, 0] = bad
+    params, state = run(config, parameters(), [broken])
+    for p, a in parameters().items():
+        np.testing.assert_array_equal(params[p], a)
+    assert {k: int(v) for k, v in skipped_updates(state).items()} == {
+        "optim/skipped": 1,
+        "optim/empty": 0,
+    }
+    after, _ = run(config, parameters(), [broken, parameters(2)])
+    fresh, _ = run(config, parameters(), [parameters(2)])
+    jax.tree.map(np.testing.assert_array_equal, after, fresh)
+
+
+def test_zero_gradient_is_no_update():
+    """B52: with nothing to train on, neither momentum nor weight decay moves a parameter."""
+    config = OptimConfig(learning_rate=1e-2, weight_decay=0.1)
+    zero = jax.tree.map(np.zeros_like, parameters())
+    before, _ = run(config, parameters(), [parameters(1)])
+    after, state = run(config, parameters(), [parameters(1), zero])
+    jax.tree.map(np.testing.assert_array_equal, after, before)
+    assert int(skipped_updates(state)["optim/empty"]) == 1
+
+
+def test_rate_goes_on_over_a_skipped_update():
+    """The released trainer's schedule advances although the update is left out (EVisRAG spec 7)."""
+    config = OptimConfig(learning_rate=1e-2, warmup_steps=2, first_step_lr="zero")
+    broken = jax.tree.map(lambda a: np.full_like(a, np.nan), parameters())
+    after, _ = run(config, parameters(), [broken, parameters(2)])
+    # Without the first call the second would have rate 0 and move nothing.
+    assert any(np.any(after[p] != a) for p, a in parameters().items())
+
+
+def test_cosine_ends_at_total_steps():
+    rate = make_schedule(OptimConfig(learning_rate=2.0, schedule="cosine", total_steps=10))
+    assert float(rate(0)) == pytest.approx(2.0)
+    assert float(rate(5)) == pytest.approx(1.0, abs=1e-6)
+    assert float(rate(10)) == pytest.approx(0.0, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("train", "freeze", "chosen"),
+    [
+        (".*", "^vision", ("text/a/kernel", "text/b/bias")),
+        (".*", "", ("vision/m/kernel", "text/a/kernel", "text/b/bias")),
+        ("kernel$", "^vision", ("text/a/kernel",)),
+        ("^vision/m|^text", "bias", ("vision/m/kernel", "text/a/kernel")),
+    ],
+)
+def test_choice_of_parameters_by_path(train, freeze, chosen):
+    config = OptimConfig(train=train, freeze=freeze)
+    paths = ("vision/m/kernel", "text/a/kernel", "text/b/bias")
+    assert trainable_paths(paths, config) == chosen
+    assert [is_trainable(p, config) for p in paths] == [p in chosen for p in paths]
+
+
+def test_nothing_to_train_is_refused():
+    with pytest.raises(OptimError, match="nothing trains.*nowhere"):
+        trainable_paths(PATHS, OptimConfig(train="nowhere"))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("schedule", "linear"),
+        ("learning_rate", -1.0),
+        ("b1", 1.0),
+        ("first_step_lr", "half"),
+        ("freeze", "("),
+        ("warmup_steps", -1),
+    ],
+)
+def test_bad_settings_are_refused_by_name(field, value):
+    with pytest.raises(OptimError, match=field.split("_")[0]):
+        dataclasses.replace(OptimConfig(), **{field: value})
+
+
+def test_cosine_needs_its_end():
+    with pytest.raises(OptimError, match="total_steps"):
+        OptimConfig(schedule="cosine")
+
+
+def test_gradient_norm_is_the_norm_of_all_leaves():
+    grads = parameters()
+    flat = np.concatenate([a.ravel() for a in grads.values()])
+    assert float(gradient_norm(jax.tree.map(jnp.asarray, grads))) == pytest.approx(
+        float(np.linalg.norm(flat)), rel=1e-6
+    )
