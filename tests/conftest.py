@@ -2,7 +2,7 @@
 
 * Eight virtual CPU devices (unless XLA_FLAGS is already set), so that sharding is tested in this
   process; plain jitted functions still run on device 0 alone.
-* jaxtyping's import hook with beartype: every annotated shape of the package is checked at run time.
+* jaxtyping's import hook with beartype: annotated shapes of the package are checked at run time.
 * A persistent compile cache beside pytest's own, so that a second run compiles little.
 """
 
@@ -20,7 +20,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 _CACHE = Path(__file__).resolve().parent.parent / ".pytest_cache" / "jax"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_CACHE))
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
 
 if any(name == "evisrag_jax" or name.startswith("evisrag_jax.") for name in sys.modules):

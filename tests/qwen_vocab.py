@@ -27,7 +27,7 @@ def load_tool() -> ModuleType:
 
 
 def cached_folder() -> Path:
-    """Build the folder, or find it built: its name has the package version and the tool's digest."""
+    """The folder, built if absent; its name has the package version and the tool's digest."""
     tool = load_tool()
     digest = hashlib.sha256(TOOL.read_bytes()).hexdigest()[:12]
     root = Path(os.environ.get("XDG_CACHE_HOME") or tempfile.gettempdir())

@@ -1,7 +1,7 @@
-"""Building blocks shared by the vision tower and the decoder: Linen modules that declare parameters, and rotary maths.
+"""Blocks shared by the vision tower and the decoder: Linen parameter declarations, rotary maths.
 
-Letters: B any batch, D model width, F mlp width, H head width. Every kernel carries logical axis names
-(`nn.with_logical_partitioning`), from which `runtime.mesh` derives shardings.
+Letters: B any batch, D model width, F mlp width, H head width. Every kernel carries logical axis
+names (`nn.with_logical_partitioning`), from which `runtime.mesh` derives shardings.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+import numpy as np
+from jaxtyping import Array, Float, Float32
 
 Axes = tuple[str | None, ...]
 
@@ -99,9 +100,14 @@ class Embedding(nn.Module):
         return self.embedding[tokens]
 
 
-def rotary_frequencies(width: int, theta: float) -> Float[Array, " half"]:
-    """theta^(-2i/width) for i in [0, width/2), float32."""
-    return 1.0 / (theta ** (jnp.arange(0, width, 2, dtype=jnp.float32) / width))
+def rotary_frequencies(width: int, theta: float) -> Float32[np.ndarray, " half"]:
+    """theta^(-2i/width) for i in [0, width/2).
+
+    Computed on the host and rounded where the reference rounds (exponent, power, reciprocal): one
+    unit in the last place is 0.002 rad at position 30,000, and compilers differ by one.
+    """
+    exponents = np.arange(0, width, 2, dtype=np.float32) / np.float32(width)
+    return np.float32(1) / np.power(theta, exponents.astype(np.float64)).astype(np.float32)
 
 
 def rotate(
@@ -118,7 +124,7 @@ def rotate(
 
 
 def stack_init(module: nn.Module, depth: int, key: Array, *args, **kwargs):
-    """Parameters of `depth` copies of a layer, stacked on a leading "layers" axis (boxed with names)."""
+    """Boxed parameters of `depth` copies of a layer, stacked on a leading "layers" axis."""
 
     def init(k):
         return module.init(k, *args, **kwargs)["params"]

@@ -15,7 +15,7 @@ from typing import Literal
 
 import numpy as np
 from jaxtyping import Int32
-from tokenizers import decoders
+from tokenizers import Tokenizer, decoders
 from transformers import PreTrainedTokenizerFast
 
 from evisrag_jax.prompts.detokenize import join_bytes, join_decoded, token_bytes
@@ -134,25 +134,34 @@ def split_at_tokens(text: str, contents: Sequence[str]) -> list[tuple[str, bool]
 def encode_plain(tok: PreTrainedTokenizerFast, text: str) -> list[int]:
     """Encode text from outside: a special or added token's spelling is encoded letter by letter.
 
-    No id of an added token comes out (known failure B14). Where no such string occurs, the ids are
-    those of the ordinary encoder. A word-level vocabulary that knows the spelling only as a token
-    gives its unknown token, and ValueError names the string if it has none.
+    No id of an added token comes out (known failure B14), but for added tokens that are white space
+    only, which are no markup. Where no such string occurs, the ids are those of the ordinary
+    encoder. A word-level vocabulary that knows the spelling only as a token gives its unknown
+    token, and ValueError names the string if it has none.
     """
-    backend = tok.backend_tokenizer
     table = added_tokens(tok)
+    blank = [content for content in table if not content.strip()]
+    markup = {content: index for content, (index, _) in table.items() if content.strip()}
+    ids = []
+    for piece, is_token in split_at_tokens(text, blank):
+        ids.extend([table[piece][0]] if is_token else _spell(tok.backend_tokenizer, piece, markup))
+    return ids
+
+
+def _spell(backend: Tokenizer, text: str, markup: dict[str, int]) -> list[int]:
+    """Ids of `text` by the encoder if it holds no markup, else by the stages below its matcher."""
     normalised = backend.normalizer.normalize_str(text) if backend.normalizer else text
-    if not any(content in text or content in normalised for content in table):
+    if not any(content in text or content in normalised for content in markup):
         return backend.encode(text, add_special_tokens=False).ids
-    # The three stages below the added-token matcher, called one by one.
     pieces = [normalised]
     if backend.pre_tokenizer:
         pieces = [piece for piece, _ in backend.pre_tokenizer.pre_tokenize_str(normalised)]
-    added = {index for index, _ in table.values()}
+    refused = set(markup.values())
     unknown = getattr(backend.model, "unk_token", None)
     ids = []
     for piece in pieces:
         for token in backend.model.tokenize(piece):
-            if token.id not in added or token.value == unknown:
+            if token.id not in refused or token.value == unknown:
                 ids.append(token.id)
             elif unknown is not None:
                 ids.append(backend.token_to_id(unknown))

@@ -12,17 +12,24 @@ from typing import Any
 
 from evisrag_jax.reporting.display import finite, number
 from evisrag_jax.reporting.drawing import Chart, Line, draw
+from evisrag_jax.reporting.folder import NONFINITE
 
 LINES = 6  # most lines in one chart
 
 # Section colours of the response, shared with the rollout viewer.
 _SECTION = {
-    "accuracy": "answer", "derivation": "answer", "answer": "answer",
-    "evidence": "evidence", "perception": "evidence",
-    "observe": "observe", "isobserve": "observe",
-    "think": "think", "isthink": "think",
-    "format": "neutral", "overlong": "alert",
-}  # fmt: skip
+    "accuracy": "answer",
+    "derivation": "answer",
+    "answer": "answer",
+    "evidence": "evidence",
+    "perception": "evidence",
+    "observe": "observe",
+    "isobserve": "observe",
+    "think": "think",
+    "isthink": "think",
+    "format": "neutral",
+    "overlong": "alert",
+}
 _PENALTIES = {"overlong", "isobserve", "isthink"}
 
 
@@ -44,21 +51,61 @@ class Family:
     smooth: bool = True
 
 
-# The first pattern that matches a key takes it; charts appear in the order of `order`.
+# The first pattern that matches a key takes it; charts appear in the order of `ORDER`.
 FAMILIES = (
-    Family("gradient", "Gradient norm", "before clipping", r".*grad(ient)?_norm.*", split=True, log=True, smooth=False),
-    Family("gap", "Sampler–trainer gap", "difference of log-probs per token",
-           r".*(log_?p(rob)?s?_?(gap|diff)|mismatch|sampler_trainer|trainer_sampler).*", split=True, log=True),
-    Family("reward", "Reward channels", "mean over the step’s samples", r"reward/(?!overall|mean$|total$).+"),
-    Family("overall", "Overall reward", "sum of the channels", r"reward/(overall|mean$|total$).*"),
+    Family(
+        "gradient",
+        "Gradient norm",
+        "before clipping",
+        r".*grad(ient)?_norm.*",
+        split=True,
+        log=True,
+        smooth=False,
+    ),
+    Family(
+        "gap",
+        "Sampler–trainer gap",
+        "difference of log-probs per token",
+        r".*(log_?p(rob)?s?_?(gap|diff)|mismatch|sampler_trainer|trainer_sampler).*",
+        split=True,
+        log=True,
+    ),
+    Family(
+        "reward",
+        "Reward channels",
+        "mean over the step’s samples",
+        r"reward/(?!overall|mean$|total$|group_).+",
+    ),
+    Family(
+        "overall",
+        "Overall reward",
+        "sum of the channels",
+        r"reward/(overall|mean$|total$|group_).*",
+    ),
     Family("length", "Response length", "tokens", r"rollout/length.*"),
-    Family("clipped", "Clipped responses", "share that reached the token limit", r"rollout/clipped.*"),
-    Family("loss", "Loss", "per step", r"loss(/.*)?", split=True, log=True),
-    Family("scope", "Scopes found", "share of samples whose tag was found", r"scope/found.*", fraction=True),
-    Family("eval", "Evaluation", "held-out questions", r"eval/.*", split=True, fraction=True, smooth=False),
-)  # fmt: skip
+    Family(
+        "clipped", "Clipped responses", "share that reached the token limit", r"rollout/clipped.*"
+    ),
+    Family("loss", "Loss", "per step", r"loss(/(?!clipfrac|ppo_kl).*)?", split=True, log=True),
+    Family(
+        "scope",
+        "Scopes found",
+        "share of samples whose tag was found",
+        r"scope/found.*",
+        fraction=True,
+    ),
+    Family(
+        "eval",
+        "Evaluation",
+        "held-out questions",
+        r"eval/(accuracy|em|f1|evidence(_f1)?|format(_rate)?)",
+        split=True,
+        fraction=True,
+        smooth=False,
+    ),
+)
 ORDER = ("overall", "reward", "eval", "loss", "gradient", "gap", "length", "clipped", "scope")
-_REST_UNIT = {"time": "seconds", "compile": "compiled functions so far", "lr": "learning rate"}
+_REST_UNIT = {"time": "seconds", "eval": "held-out questions", "lr": "learning rate"}
 
 
 def charts(rows: Sequence[dict[str, Any]]) -> tuple[list[Chart], list[Chart]]:
@@ -80,15 +127,25 @@ def charts(rows: Sequence[dict[str, Any]]) -> tuple[list[Chart], list[Chart]]:
     ]
     more = []
     for group, keys in rest.items():
-        family = Family(f"more-{len(more)}", group, _REST_UNIT.get(group, ""), "", split=True)
+        evaluation = group == "eval"
+        unit = _REST_UNIT.get(group, "")
+        family = Family(
+            f"more-{len(more)}", group, unit, "", True, fraction=evaluation, smooth=not evaluation
+        )
         more += _family_charts(rows, family, keys)
     return main, more
 
 
 def metric_keys(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Names of all numeric metrics, in order of appearance; step and time are the axes and no metrics."""
+    """Names of all metrics, in order of appearance; step and time are the axes and no metrics.
+
+    A metric is what has a number somewhere, or is named as not finite.
+    """
     keys = dict.fromkeys(
-        key for row in rows for key, value in row.items() if number(value) is not None
+        key
+        for row in rows
+        for key, value in row.items()
+        if number(value) is not None or key in row.get(NONFINITE, ())
     )
     return [key for key in keys if key not in ("step", "time")]
 

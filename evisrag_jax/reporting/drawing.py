@@ -13,7 +13,7 @@ from typing import Any
 
 from matplotlib.ticker import MaxNLocator
 
-from evisrag_jax.reporting.display import finite, format_number
+from evisrag_jax.reporting.display import finite, format_number, plural
 
 LEFT, RIGHT, TOP, BOTTOM = 44.0, 350.0, 10.0, 174.0  # the plot inside its 360 × 200 units
 MAX_POINTS = (
@@ -85,7 +85,7 @@ def draw(
     low, high, y_values = _y_axis(values, log, fraction)
     span = max(last - first, 1)
 
-    def x(step: float) -> float:
+    def x(step: int) -> float:
         return (
             (LEFT + RIGHT) / 2 if last == first else LEFT + (RIGHT - LEFT) * (step - first) / span
         )
@@ -113,22 +113,27 @@ def draw(
                 path(mean) if smooth else "",
                 dots,
                 format_number(final),
-            )  # fmt: skip
+            )
         )
     notes = [f"thick: running mean of {window} steps"] if smooth else []
     notes += ["log scale"] if log else []
-    notes += [f"red ticks: {len(broken)} steps without a finite value"] if broken else []
-    x_values = [
-        v for v in MaxNLocator(5, integer=True).tick_values(first, last) if first <= v <= last
-    ]
+    notes += [f"red ticks: {plural(len(broken), 'step')} without a finite value"] if broken else []
+    x_values = [first]
+    if last > first:
+        located = MaxNLocator(5, integer=True).tick_values(first, last)
+        x_values = [int(v) for v in located if first <= v <= last]
     return Chart(
-        id, title, unit, "; ".join(notes), _describe(lines),
+        id,
+        title,
+        unit,
+        "; ".join(notes),
+        _describe(lines),
         tuple(drawn),
-        tuple((x(v), f"{v:.0f}") for v in (x_values if last > first else [first])),
+        tuple((x(v), str(v)) for v in x_values),
         tuple((y(v), _tick(v)) for v in y_values),
         tuple(sorted(broken)),
         _readout(lines, x),
-    )  # fmt: skip
+    )
 
 
 def _y_axis(values: list[float], log: bool, fraction: bool) -> tuple[float, float, list[float]]:
@@ -212,7 +217,7 @@ def _describe(lines: Sequence[Line]) -> str:
     return "; ".join(said) or "no finite values"
 
 
-def _readout(lines: Sequence[Line], x: Callable[[float], float]) -> dict[str, Any]:
+def _readout(lines: Sequence[Line], x: Callable[[int], float]) -> dict[str, Any]:
     """Readings under the pointer: `at` = [step, x], `values` = one list a line, null where a step has none."""
     steps = sorted({s for line in lines for s in line.steps})
     every = max(1, math.ceil(len(steps) / MAX_POINTS))

@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from evisrag_jax.reporting.display import plural, texts
+
+NONFINITE = "nonfinite"  # a metric row's list of values that JSON cannot hold; they stand as null
 _ROLLOUT_NAME = re.compile(r"step_(\d+)\.jsonl")
 
 
@@ -20,7 +23,7 @@ class RunFolder:
         path: the folder, resolved.
         config, versions, summary: the JSON objects of the files of these names.
         metrics: one dict a step, ascending by step; rows of one step are merged, the later value wins.
-        timeline: rows `{"step", "name", "start", "end"}`, seconds.
+        timeline: rows `{"step", "name", "start", "seconds"}`.
         predictions, rejected: the rows of these files.
         rollouts: (step, file) of each `rollouts/step_*.jsonl`, ascending; read one with `read_rows`.
         present: names of the files that were found.
@@ -140,7 +143,14 @@ def _by_step(run: RunFolder, rows: Iterable[dict[str, Any]]) -> list[dict[str, A
         if isinstance(step, bool) or not isinstance(step, int):
             nameless += 1
             continue
-        merged.setdefault(step, {}).update(row)
+        known = merged.setdefault(step, {})
+        bad = [*known.get(NONFINITE, ()), *texts(row.get(NONFINITE))]
+        known.update(row)
+        known.pop(NONFINITE, None)
+        if bad:
+            known[NONFINITE] = bad
     if nameless:
-        run.notes.append(f"metrics.jsonl: left out {nameless} rows without an integer step.")
+        run.notes.append(
+            f"metrics.jsonl: left out {plural(nameless, 'row')} without an integer step."
+        )
     return [merged[step] for step in sorted(merged)]

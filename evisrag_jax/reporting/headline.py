@@ -6,10 +6,10 @@ import hashlib
 import json
 import shlex
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import Any
 
-from evisrag_jax.reporting.display import finite, mapping, number, text
+from evisrag_jax.reporting.display import finite, mapping, number, text, texts
 from evisrag_jax.reporting.folder import RunFolder
 
 # Rows of the headline table: label, names a summary may use for it, shown even where it is missing.
@@ -25,16 +25,7 @@ _COMPILES = ("compiles", "compile_count", "compile/count")
 _DURATION = ("duration", "duration_s", "seconds", "wall_seconds", "time")
 _QUESTIONS = ("n", "questions", "count", "n_expected", "cnt_global")
 _DATES = ("date", "started", "start_time", "created", "finished", "timestamp")
-_MAIN_VERSIONS = (
-    "evisrag_jax",
-    "evisrag-jax",
-    "git",
-    "commit",
-    "python",
-    "jax",
-    "backend",
-    "device",
-)
+_MAIN_VERSIONS = ("evisrag_jax", "git", "commit", "python", "jax", "backend", "device", "devices")
 
 
 @dataclass(frozen=True)
@@ -72,6 +63,7 @@ class Headline:
     rejected: int
     versions: list[tuple[str, str]]
     rows: list[HeadlineRow]
+    mode: str
     source: str
     others: list[tuple[str, float | None, float | None]]
 
@@ -108,6 +100,7 @@ def headline(run: RunFolder) -> Headline:
         rejected=len(run.rejected),
         versions=_versions(run),
         rows=rows,
+        mode=text(after.get("mode") or before.get("mode") or summary.get("mode")),
         source=source,
         others=others,
     )
@@ -140,8 +133,8 @@ def _evaluations(run: RunFolder) -> tuple[dict[str, Any], dict[str, Any], str]:
         return before, after, ""
     names = [name for _, aliases, _ in HEADLINE for name in aliases]
     if any(finite(summary.get(name)) is not None for name in names):
-        keep = {name: summary[name] for name in (*names, "ci") if name in summary}
-        return {}, keep, ""
+        facts = {*_STEPS, *_COMPILES, *_DURATION}
+        return {}, {name: value for name, value in summary.items() if name not in facts}, ""
     points = [
         {key.removeprefix("eval/"): value for key, value in row.items() if key.startswith("eval/")}
         | {"at": row["step"]}
@@ -216,15 +209,11 @@ def _date(run: RunFolder) -> tuple[str, str]:
 
 
 def _utc(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, tz=timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    return datetime.fromtimestamp(seconds, tz=UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
 def _versions(run: RunFolder) -> list[tuple[str, str]]:
     versions = run.versions or {}
-    flat = {k: v for k, v in versions.items() if not isinstance(v, (dict, list))}
-    for value in versions.values():
-        if isinstance(value, dict):
-            for key, inner in value.items():
-                if not isinstance(inner, (dict, list)):
-                    flat.setdefault(key, inner)
-    return [(name, text(flat[name])) for name in _MAIN_VERSIONS if flat.get(name) is not None]
+    packages = mapping(versions.get("packages"))
+    named = [(name, versions.get(name, packages.get(name))) for name in _MAIN_VERSIONS]
+    return [(name, ", ".join(texts(value))) for name, value in named if value is not None]

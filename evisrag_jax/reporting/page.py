@@ -22,9 +22,9 @@ from evisrag_jax.reporting.timing import time_chart
 from evisrag_jax.reporting.viewer import rollout_viewer
 
 # HTML allows no control characters but tab, line feed and carriage return; a model may still sample some.
-_CONTROLS = {
-    c: "\N{REPLACEMENT CHARACTER}" for c in (*range(9), 11, 12, *range(14, 32), *range(127, 160))
-}
+_CONTROLS = dict.fromkeys(
+    (*range(9), 11, 12, *range(14, 32), *range(127, 160)), "\N{REPLACEMENT CHARACTER}"
+)
 _FILTERS = {
     "number": display.format_number,
     "signed": display.format_signed,
@@ -65,9 +65,9 @@ class Limits:
 def write_report(run_folder: str | os.PathLike[str], *, limits: Limits | None = None) -> Path:
     """Write `report.html` into a run folder and return its path.
 
-    Works with whatever the folder holds: an evaluation, a fine-tuning or a reinforcement-learning run, one that is still
-    going on, or nothing at all. Broken lines and unreadable pictures are noted on the page. The file is
-    replaced in one step, so a reader never sees half of it.
+    Works with whatever the folder holds: an evaluation, a fine-tuning or a reinforcement-learning
+    run, one that is still going on, or nothing at all. Broken lines and unreadable pictures are noted
+    on the page. The file is replaced in one step, so a reader never sees half of it.
 
     Raises FileNotFoundError where the folder does not exist.
     """
@@ -94,7 +94,9 @@ def render(run: RunFolder, limits: Limits) -> str:
     time = time_chart(run.timeline)
     notes = [*run.notes, *_image_notes(images)]
     if time and time.broken:
-        notes.append(f"timeline.jsonl: left out {time.broken} rows without a valid start and end.")
+        notes.append(
+            f"timeline.jsonl: left out {display.plural(time.broken, 'row')} without a valid start and end."
+        )
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("evisrag_jax.reporting", "templates"),
         autoescape=True,
@@ -135,8 +137,15 @@ def _objects(run: RunFolder) -> list[tuple[str, dict | None]]:
 
 
 def _absent(run: RunFolder) -> list[str]:
-    expected = ("summary.json", "config.json", "versions.json", "metrics.jsonl", "timeline.jsonl", "rollouts",
-                "predictions.jsonl")  # fmt: skip
+    expected = (
+        "summary.json",
+        "config.json",
+        "versions.json",
+        "metrics.jsonl",
+        "timeline.jsonl",
+        "rollouts",
+        "predictions.jsonl",
+    )
     return [name for name in expected if name not in run.present]
 
 

@@ -27,7 +27,7 @@ _DELETE = str.maketrans("", "", string.punctuation)
 
 @dataclass(frozen=True)
 class PredictionView:
-    """One question as shown; `flags` are remarks such as "refused", "degenerate" or "insufficient pages"."""
+    """One question as shown; `flags` are remarks such as "refused", "degenerate" or why there is no answer."""
 
     id: str
     record_id: str
@@ -73,7 +73,10 @@ class PredictionsViewer:
 def predictions_viewer(
     rows: Sequence[dict[str, Any]], images: ImageStore, *, limit: int
 ) -> PredictionsViewer | None:
-    """The viewer of at most `limit` predictions: both verdicts get half of the room, evenly spaced; None without rows."""
+    """The viewer of at most `limit` predictions, evenly spaced, half of them wrong where there are enough.
+
+    None without rows.
+    """
     if not rows:
         return None
     verdicts = [verdict(row) for row in rows]
@@ -88,6 +91,8 @@ def predictions_viewer(
     judge = "as the run judged them" if given == len(rows) else "judged here"
     if 0 < given < len(rows):
         judge = f"{given} as the run judged them, the others judged here"
+    if given and (modes := sorted({text(row["mode"]) for row in rows if row.get("mode")})):
+        judge = judge.replace("judged them", f"judged them (mode {', '.join(modes)})")
     return PredictionsViewer(
         rows=tuple(
             _view(f"prediction-{n}", rows[i], verdicts[i], images) for n, i in enumerate(kept)
@@ -101,10 +106,11 @@ def predictions_viewer(
 
 
 def verdict(row: dict[str, Any]) -> str:
-    """ "right", "wrong" or, without a gold answer, "unjudged".
+    """One of `RIGHT`, `WRONG` and, without a gold answer, `UNJUDGED`.
 
-    A row's own `correct`, `accuracy` or `acc` decides (from 0.5 on right). Else the released accuracy: all words of some gold
-    answer occur in the answer; where the pages do not suffice the gold answers are the three refusals.
+    A row's own `correct`, `accuracy` or `acc` decides (from 0.5 on right). Else EVisRAG's released
+    accuracy (eval.py, "acc"): all words of some gold answer occur in the answer; where the pages do not
+    suffice the gold answers are the three refusals.
     """
     for field in _VERDICT_FIELDS:
         if (value := finite(row.get(field))) is not None:
@@ -160,7 +166,7 @@ def _view(id: str, row: dict[str, Any], verdict: str, images: ImageStore) -> Pre
     if row.get("degenerate") is True:
         flags.append("degenerate")
     if text(row.get("finish")) not in ("", "stop"):
-        flags.append(f"finish: {text(row.get('finish'))}")
+        flags.append(": ".join(filter(None, (text(row.get("finish")), text(row.get("error"))))))
     return PredictionView(
         id=id,
         record_id=text(row.get("id")),

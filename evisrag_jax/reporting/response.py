@@ -34,7 +34,8 @@ class Block:
 def response_blocks(text: str, sections: dict[str, str] | None = None) -> list[Block]:
     """Cut a response at its tags. A section ends at its closing tag, else at the next opening tag or the end.
 
-    Without a text the stored `sections` are shown instead. Nothing of the text is lost but white space between sections.
+    Without a text the stored `sections` are shown instead. Nothing of the text is lost but white space
+    between sections.
     """
     if not text and sections:
         return [_block(tag, inner, True) for tag, inner in sections.items() if inner]

@@ -9,8 +9,10 @@ from typing import Any
 
 from evisrag_jax.reporting.curves import metric_keys
 from evisrag_jax.reporting.display import number, plural, text
+from evisrag_jax.reporting.folder import NONFINITE
 
 MAX_ROWS = 200
+_ORDINAL = {2: "nd", 3: "rd"}
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,7 @@ class Table:
 
 
 def metric_tables(rows: Sequence[dict[str, Any]]) -> list[Table]:
-    """The metric log, one table a group of metrics, with at most `MAX_ROWS` evenly spaced rows each, the last included."""
+    """The metric log, a table a group of metrics: at most `MAX_ROWS` evenly spaced rows, the last among them."""
     groups: dict[str, list[str]] = {}
     for key in metric_keys(rows):
         groups.setdefault(key.split("/")[0], []).append(key)
@@ -33,11 +35,19 @@ def metric_tables(rows: Sequence[dict[str, Any]]) -> list[Table]:
         filled = [row for row in rows if any(key in row for key in keys)]
         every = math.ceil(len(filled) / MAX_ROWS)
         kept = filled[::-1][::every][::-1]
-        body = tuple((str(row["step"]), *(exact(row.get(key)) for key in keys)) for row in kept)
-        note = "" if every == 1 else f"{len(kept)} of {len(filled)} rows: every {every}th step."
+        body = tuple((str(row["step"]), *(_logged(row, key) for key in keys)) for row in kept)
+        note = (
+            ""
+            if every == 1
+            else f"{len(kept)} of {len(filled)} rows: every {every}{_ORDINAL.get(every, 'th')} step."
+        )
         title = f"{group} ({plural(len(keys), 'column')}, {plural(len(kept), 'row')})"
         tables.append(Table(title, ("step", *(key.split("/", 1)[-1] for key in keys)), body, note))
     return tables
+
+
+def _logged(row: dict[str, Any], key: str) -> str:
+    return "not finite" if key in row.get(NONFINITE, ()) else exact(row.get(key))
 
 
 def exact(value: Any) -> str:

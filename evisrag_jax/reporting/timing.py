@@ -11,7 +11,7 @@ from matplotlib.ticker import MaxNLocator
 
 from evisrag_jax.reporting.display import finite, format_seconds, text
 
-PHASES = ("prefill", "decode", "reward", "update", "idle")
+PHASES = ("prefill", "decode", "collect", "reward", "prepare", "update", "validate", "idle")
 IDLE = "idle"
 MAX_BARS = 120  # with more steps, a bar is the mean of neighbouring ones
 WIDTH, HEIGHT = 1000.0, 200.0
@@ -54,7 +54,9 @@ class TimeChart:
 
 
 def time_chart(rows: Sequence[dict[str, Any]]) -> TimeChart | None:
-    """The time chart of timeline rows `{"step", "name", "start", "end"}` (seconds), or None without any.
+    """The time chart of timeline rows `{"step", "name", "start", "seconds"}`, or None without any.
+
+    A row may give its `end` instead of `seconds`.
 
     Phases are added up by name. Where the run names no idle time, the time of a step that no phase covers is
     shown as idle. Rows without times, or that end before they start, are counted in `broken`.
@@ -63,6 +65,8 @@ def time_chart(rows: Sequence[dict[str, Any]]) -> TimeChart | None:
     broken = 0
     for row in rows:
         start, end, step = finite(row.get("start")), finite(row.get("end")), row.get("step")
+        if end is None and start is not None and (took := finite(row.get("seconds"))) is not None:
+            end = start + took
         if start is None or end is None or end < start or not isinstance(step, int):
             broken += 1
             continue
@@ -127,7 +131,7 @@ def uncovered(spans: Sequence[tuple[float, float]]) -> float:
 
 
 def scale_limit(totals: Sequence[float]) -> float:
-    """Top of the axis: the longest bar, or, where a few (compiling) steps dwarf the others, 1.4 × the 90th percentile."""
+    """Top of the axis: the longest bar; where a few (compiling) steps dwarf the others, 1.4 × the 90th percentile."""
     longest = max(totals)
     if longest <= 0:
         return 1.0

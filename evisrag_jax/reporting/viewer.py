@@ -107,7 +107,7 @@ def rollout_viewer(
 
 
 def spread(count: int, wanted: int) -> list[int]:
-    """At most `wanted` indices below `count`, evenly spaced, first and last among them (the last where one is wanted)."""
+    """At most `wanted` indices below `count`, evenly spaced from first to last (only the last where one is wanted)."""
     if count <= wanted:
         return list(range(count))
     if wanted <= 1:

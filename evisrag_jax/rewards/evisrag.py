@@ -26,7 +26,7 @@ CODE_CHANNELS = ("accuracy", "evidence", "format", "overlong", "isObserve", "isT
 PAPER_CHANNELS = ("perception", "derivation", "format")
 
 _LAYOUT = re.compile(r"\s*".join(f"<{tag}>.*?</{tag}>" for tag in TAGS), re.DOTALL)
-_MARK = re.compile(r"\[(\d+)\]:")
+_MARK = re.compile(r"\[([0-9]{1,6})\]:")
 _RELEASED_RECORDS = 6  # the release reads records 1..6 and divides only if one of them is missing
 _CODE_WEIGHT = 3.0  # factor of the accuracy and evidence channels
 _SHORT_GOLD = 5  # a gold record with fewer words is judged by containment
@@ -206,9 +206,13 @@ def released_evidence(response: str, gold: str, config: RewardConfig) -> float:
 
 
 def records_by_marker(evidence: str) -> dict[int, str]:
-    """Records by the marker `[i]:` anywhere in the text, each cut at the first `[i+1]` after it."""
-    found = {index: _marked_record(evidence, index) for index in map(int, _MARK.findall(evidence))}
-    return {index: record for index, record in sorted(found.items()) if record is not None}
+    """Records from a marker `[i]:` anywhere to the next marker; of a repeated index the first."""
+    marks = list(_MARK.finditer(evidence))
+    ends = [mark.start() for mark in marks[1:]] + [len(evidence)]
+    records: dict[int, str] = {}
+    for mark, end in zip(marks, ends, strict=False):
+        records.setdefault(int(mark[1]), evidence[mark.end() : end].strip())
+    return records
 
 
 def records_by_line(evidence: str) -> dict[int, str]:

@@ -207,19 +207,28 @@ def channel_totals(mask: Bool[Array, "P G C T"], cfg: PolicyLossConfig) -> Float
 def objective(
     sums: Float[Array, "*M C"], totals: Float[Array, " C"], cfg: PolicyLossConfig
 ) -> Float[Array, "*M"]:
-    """sum_c S_c / N_c: a part's share of the loss, before the divisor K."""
-    return jnp.sum(_divide(sums, totals, cfg.nan_policy), -1)
+    """sum_c S_c / N_c: a part's share of the loss, before the divisor K.
+
+    A channel with N_c = 0 adds exactly 0; under nan_policy "code" it turns value and gradient to NaN.
+    """
+    share = jnp.sum(_divide(sums, totals), -1)
+    if cfg.nan_policy == "code":  # a factor, since XLA may drop the 0 * inf of a plain 0 / 0
+        share *= jnp.where(jnp.all(totals > 0), 1.0, jnp.nan)
+    return share
 
 
 def channel_divisor(sums: Float[Array, "*M C"], cfg: PolicyLossConfig) -> Float[Array, "*M"]:
-    """K of each row of sums, a constant for differentiation; never 0 under "safe_zero"."""
+    """K of each row of sums, a constant for differentiation.
+
+    At least 1, except that "nonzero_count" of no channel is NaN under nan_policy "code".
+    """
     match cfg.channel_divisor:
         case "none":
             return jnp.ones(sums.shape[:-1], jnp.float32)
         case "n_channels":
             return jnp.full(sums.shape[:-1], sums.shape[-1], jnp.float32)
     count = jnp.sum(jax.lax.stop_gradient(sums) != 0, -1, dtype=jnp.float32)
-    return count if cfg.nan_policy == "code" else jnp.maximum(count, 1.0)
+    return jnp.where(count > 0, count, jnp.nan if cfg.nan_policy == "code" else 1.0)
 
 
 def combine(
@@ -236,6 +245,7 @@ def combine(
       sums, weights: pairs of the parts m: prompts, or micro-batches, whose split matters under
         `divisor_scope="micro"` only.
       totals: N_c when more parts exist elsewhere (other devices); None = the sum of `weights`.
+        A global K is counted over the parts given here.
       kl: the "kl" pair of the metrics; added as kl_coef times its mean for placement "response".
 
     Returns the loss, its parts (they add up to the loss), and the mean of each channel.
@@ -245,8 +255,8 @@ def combine(
     rows = sums if cfg.divisor_scope == "micro" else jnp.sum(sums, 0, keepdims=True)
     micro = share / channel_divisor(rows, cfg)
     if kl is not None and cfg.kl_coef and cfg.kl_placement == "response":
-        micro += cfg.kl_coef * _divide(kl[0], jnp.sum(kl[1]), "safe_zero")
-    channels = _divide(jnp.sum(sums, 0), totals, "safe_zero")
+        micro += cfg.kl_coef * _divide(kl[0], jnp.sum(kl[1]))
+    channels = _divide(jnp.sum(sums, 0), totals)
     return Combined(jnp.sum(micro), micro, channels)
 
 
@@ -255,8 +265,7 @@ def metric_means(
 ) -> dict[str, Float[Array, ""]]:
     """Each metric's sum over its weight, 0 where nothing was counted."""
     return {
-        name: _divide(jnp.sum(total), jnp.sum(weight), "safe_zero")
-        for name, (total, weight) in metrics.items()
+        name: _divide(jnp.sum(total), jnp.sum(weight)) for name, (total, weight) in metrics.items()
     }
 
 
@@ -283,11 +292,9 @@ def _total(values: Array, mask: Array) -> tuple[Array, Array]:
 
 def _token_mean(total: Array, weight: Array) -> tuple[Array, Array]:
     """(mean, 1) where there is weight, (0, 0) where there is none."""
-    return _divide(total, weight, "safe_zero"), (weight > 0).astype(jnp.float32)
+    return _divide(total, weight), (weight > 0).astype(jnp.float32)
 
 
-def _divide(total: Array, weight: Array, nan_policy: str) -> Array:
-    """total / weight; 0 with gradient 0 where weight is 0, unless the policy is "code"."""
-    if nan_policy == "code":
-        return total / weight
+def _divide(total: Array, weight: Array) -> Array:
+    """total / weight; 0 with gradient 0 where weight is 0."""
     return jnp.where(weight > 0, total / jnp.where(weight > 0, weight, 1.0), 0.0)

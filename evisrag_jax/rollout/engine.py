@@ -191,8 +191,8 @@ class Engine:
                 tokens=bucket.tokens,
                 layout=self.layout,
             )
-            features = device.encode(*program, self._place(pages))
-        prefix = device.prefill(*program, prompt, features)
+            features = device.encode(*program, self._place(pages), self._mesh)
+        prefix = device.prefill(*program, prompt, features, self._mesh)
 
         padding = [SamplingConfig()] * (bucket.prompts - len(settings))
         settings = [*settings, *padding]
@@ -208,7 +208,9 @@ class Engine:
         pad, until = self._place(
             (np.int32(self.stop_ids[0]), np.int32(bucket.response)), split=False
         )
-        state = device.start(*program, prefix, rows, self._banned, keys, pad, slots=bucket.response)
+        first = (prefix.hidden, prefix.seen, rows, self._banned, keys, pad)
+        static = {"slots": bucket.response, "dtype": prefix.kv.k[0].dtype, "mesh": self._mesh}
+        state = device.start(*program, *first, **static)
         state = device.decode(*program, prefix, rows, self._banned, pad, state, until)
         names = ("tokens", "logp", "length", "stopped", "failed_at")
         return jax.device_get({name: getattr(state, name) for name in names})

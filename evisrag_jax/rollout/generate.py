@@ -2,12 +2,13 @@
 
     encode    images [P, I, W, S, C]         → features [P, I·M, D]
     prefill   prompt [P, L], features        → Prefix: KV of the prompts, last hidden state, tokens seen
-    start     Prefix, settings, keys         → DecodeState with the first token of every response
+    start     hidden, seen, settings, keys   → DecodeState with the first token of every response
     decode    Prefix, DecodeState            → DecodeState, all responses done (or `until` tokens each)
 
-`model` is anything with the functions of `models.qwen25vl.model` (the module itself is passed), `config` its
-frozen configuration; both are static. Everything that changes from call to call is an array, so a shape
-compiles once. Tokens and caches of one response, after t tokens:
+`model` is anything with the functions of `models.qwen25vl.model` (the module itself is passed) and `config`
+its frozen configuration; both are static, and so is `mesh`, over whose batch axes prompts are split.
+Everything that changes from call to call is an array, so a shape compiles once. Tokens and caches of one
+response, after t tokens:
 
     slot        0    1   …  t-2   t-1   t  …
     tokens      a0   a1  …  .     a(t-1)          written
@@ -24,10 +25,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from evisrag_jax.models.qwen25vl.text import unstack_kv
 from evisrag_jax.rollout.sampling import Controls, sample, token_uniforms
+from evisrag_jax.runtime.mesh import BATCH_AXES
 
 
 class Prefix(NamedTuple):
@@ -65,19 +68,22 @@ class DecodeState(NamedTuple):
     suffix: Any  # the model's cache of the responses
 
 
-@partial(jax.jit, static_argnames=("model", "config"))
-def encode(model: Hashable, config: Hashable, params: Any, images: Any) -> Float[Array, "P IM D"]:
+@partial(jax.jit, static_argnames=("model", "config", "mesh"))
+def encode(
+    model: Hashable, config: Hashable, params: Any, images: Any, mesh: Mesh | None = None
+) -> Float[Array, "P IM D"]:
     """Features of a batch of pages (`pages.patches.ImageArrays`), a prompt's images side by side."""
-    return model.encode_images(params, config, images)
+    return _split(model.encode_images(params, config, images), mesh)
 
 
-@partial(jax.jit, static_argnames=("model", "config"))
+@partial(jax.jit, static_argnames=("model", "config", "mesh"))
 def prefill(
     model: Hashable,
     config: Hashable,
     params: Any,
     prompt: Any,
     features: Float[Array, "P IM D"] | None,
+    mesh: Mesh | None = None,
 ) -> Prefix:
     """Runs each prompt once. `prompt` is the model's PromptInputs, right-padded to L."""
     hidden, kv = model.prefill(params, config, prompt, features)
@@ -88,27 +94,32 @@ def prefill(
     tokens = jnp.where(real, prompt.tokens, vocab)  # out of range: dropped
     seen = jnp.zeros((rows, vocab), bool)
     seen = seen.at[jnp.arange(rows)[:, None], tokens].set(True, mode="drop")
-    return Prefix(unstack_kv(kv), last, prompt.lengths, prompt.next_position, seen)
+    prefix = Prefix(unstack_kv(kv), last, prompt.lengths, prompt.next_position, seen)
+    return _split(prefix, mesh)
 
 
-@partial(jax.jit, static_argnames=("model", "config", "slots"))
+@partial(jax.jit, static_argnames=("model", "config", "slots", "dtype", "mesh"))
 def start(
     model: Hashable,
     config: Hashable,
     params: Any,
-    prefix: Prefix,
+    hidden: Float[Array, "P D"],
+    seen: Bool[Array, "P V"],
     rows: Rows,
     banned: Bool[Array, " V"],
     keys: Key[Array, "P G"],
     pad: Int[Array, ""],
     *,
     slots: int,
+    dtype: Any,
+    mesh: Mesh | None = None,
 ) -> DecodeState:
-    """Draws the first token of keys.shape[1] responses a prompt; room for `slots` tokens each."""
-    P, G = keys.shape
-    vocab = prefix.seen.shape[-1]
-    dtype = jax.tree.leaves(prefix.kv)[0].dtype
-    grid = (P, G)
+    """Draws the first token of G responses a prompt, and makes room for `slots` tokens each.
+
+    `hidden` and `seen` are those of the Prefix and `dtype` is that of its cache; the prompts' length does not
+    matter here, so prompts of all lengths share the program.
+    """
+    P, G = grid = keys.shape
     state = DecodeState(
         count=jnp.int32(0),
         tokens=jnp.broadcast_to(pad, (P, G, slots)).astype(jnp.int32),
@@ -118,12 +129,13 @@ def start(
         done=jnp.broadcast_to(~rows.valid[:, None], grid),
         stopped=jnp.zeros(grid, bool),
         failed_at=jnp.full(grid, -1, jnp.int32),
-        seen=jnp.broadcast_to(prefix.seen[:, None], (P, G, vocab)),
+        seen=jnp.broadcast_to(seen[:, None], (P, G, seen.shape[-1])),
         keys=keys,
         suffix=model.empty_suffix(config, P, G, slots, dtype),
     )
-    logits = model.logits(params, config, prefix.hidden)
-    return _record(state, jnp.broadcast_to(logits[:, None], (P, G, vocab)), rows, banned, pad)
+    state = _split(state, mesh)
+    logits = model.logits(params, config, hidden)
+    return _record(state, jnp.broadcast_to(logits[:, None], state.seen.shape), rows, banned, pad)
 
 
 @partial(jax.jit, static_argnames=("model", "config"), donate_argnames=("state",))
@@ -162,6 +174,20 @@ def decode(
         return _record(state._replace(suffix=suffix), logits, rows, banned, pad)
 
     return jax.lax.while_loop(unfinished, step, state)
+
+
+def _split(tree: Any, mesh: Mesh | None) -> Any:
+    """Keeps the prompt axis of every array over the mesh's batch axes, and leaves other axes to the compiler."""
+    if mesh is None:
+        return tree
+
+    def constrain(a: Array) -> Array:
+        if a.ndim == 0:
+            return a
+        spec = PartitionSpec(BATCH_AXES, *[PartitionSpec.UNCONSTRAINED] * (a.ndim - 1))
+        return jax.lax.with_sharding_constraint(a, NamedSharding(mesh, spec))
+
+    return jax.tree.map(constrain, tree)
 
 
 def _record(

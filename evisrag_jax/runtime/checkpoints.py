@@ -214,13 +214,13 @@ class Checkpoints:
                 raise CheckpointError(f"{self.directory}: a save failed ({error})") from error
 
     def close(self) -> None:
-        """Wait, then release the writer."""
-        try:
-            self.wait()
-        finally:
-            if self._manager is not None:
-                manager, self._manager = self._manager, None
+        """Wait for what is being written, then release the writer."""
+        manager, self._manager = self._manager, None
+        if manager is not None:
+            try:
                 manager.close()
+            except Exception as error:
+                raise CheckpointError(f"{self.directory}: a save failed ({error})") from error
 
     def __enter__(self) -> Checkpoints:
         return self

@@ -9,6 +9,7 @@ by name and never cut.
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -376,13 +377,31 @@ def _prompts(items: Sequence[Prepared], rows: int, bucket: Bucket) -> PromptInpu
         length=bucket.prompt_length,
         tokens_per_image=max(1, bucket.tokens),
     )
-    spare = rows - len(items)
-    fill = (items[0].prompt.pad_id, 0, 1, -1, 1)
-    padded = [
-        np.concatenate([a, np.full((spare, *a.shape[1:]), value, a.dtype)]) if spare else a
-        for a, value in zip(arrays, fill, strict=True)
-    ]
-    return PromptInputs(*padded)
+    pad_id, spare = items[0].prompt.pad_id, rows - len(items)
+    below = empty_batch(
+        dataclasses.replace(bucket, prompts=max(1, spare), images=0), pad_id=pad_id
+    ).prompt
+    return PromptInputs(
+        *(np.concatenate([a, b[:spare]]) for a, b in zip(arrays, below, strict=True))
+    )
+
+
+def empty_batch(bucket: Bucket, *, pad_id: int, layout: VisionLayout | None = None) -> GroupBatch:
+    """A batch of empty rows only: weight 0, for compiling and running a shape ahead of its data."""
+    P, L, T = bucket.prompts, bucket.prompt_length, bucket.response_length
+    images = None
+    if bucket.images:
+        sizes = {"images": bucket.images, "windows": bucket.windows, "tokens": bucket.tokens}
+        images = stack_pages([()] * P, layout=layout, **sizes)
+    prompt = PromptInputs(
+        tokens=np.full((P, L), pad_id, np.int32),
+        positions=np.zeros((P, 3, L), np.int32),
+        lengths=np.ones(P, np.int32),
+        image_index=np.full((P, L), -1, np.int32),
+        next_position=np.ones(P, np.int32),
+    )
+    tokens = np.full((P, bucket.group, T), pad_id, np.int32)
+    return GroupBatch(prompt, images, tokens, np.zeros((P, bucket.group), np.int32))
 
 
 def trained_tokens(batch: GroupBatch) -> int:

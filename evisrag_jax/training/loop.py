@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 from rich.console import Console
@@ -38,6 +38,7 @@ from evisrag_jax.training.state import TrainState, from_checkpoint, to_checkpoin
 Metrics = Mapping[str, Any]
 
 
+@runtime_checkable
 class Data(Protocol):
     """A stream of batches whose place can be saved as plain JSON (`data.pipeline.RecordStream`)."""
 
@@ -128,7 +129,7 @@ def fit(
     metrics: dict[str, Any] = {}
     validation: dict[str, Any] = {}
     k = max(done, 0)
-    validated = -1
+    saved, validated = k, -1
     place = _place(data, extras)
 
     writer = MetricWriter(run, resume_step=done, tensorboard=tensorboard, wandb=wandb)
@@ -136,9 +137,11 @@ def fit(
     with writer, bar, _interrupts() as interrupted:
 
         def save() -> None:
-            if k > (checkpoints.latest_step() or 0):
+            nonlocal saved
+            if k > saved:
                 rating = validation.get(best_metric) if best_metric and validated == k else None
                 checkpoints.save(k, to_checkpoint(state), place, metric=rating)
+                saved = k
 
         def check() -> None:
             nonlocal validated
@@ -177,7 +180,7 @@ def fit(
         checkpoints.wait()
     if interrupted.is_set() and k < steps:
         raise KeyboardInterrupt(
-            f"stopped after step {k} of {steps}; saved: {checkpoints.latest_step()}"
+            f"stopped after step {k} of {steps}; the run goes on from step {saved}"
         )
     seconds = time.perf_counter() - begin
     return FitResult(state, k, restored, metrics, validation, seconds, compiles.count)

@@ -9,6 +9,8 @@ The rate follows the number k of updates seen, skipped ones included, as in the 
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -34,12 +36,13 @@ class OptimConfig:
     """AdamW and what it is applied to.
 
     learning_rate: the base rate.  schedule: "constant" or "cosine", after `warmup_steps` of linear
-    warm-up; the cosine ends at `total_steps`.  first_step_lr: "zero" as released (the first update
-    fills the moments only) or "base".  b1, b2, eps, weight_decay: AdamW's; the decay is decoupled
-    and applies to kernels and embeddings, never to norms and biases.  clip_norm: largest global
-    gradient norm, 0 for no limit.  train, freeze: regular expressions searched in "/"-joined
-    parameter paths such as "text/layers/q/kernel"; what matches `train` and not `freeze` trains (an
-    empty `freeze` freezes nothing).
+    warm-up; the cosine ends at `total_steps` (0: the trainer fills in the run's steps).
+    first_step_lr: "zero" as released (the first update fills the moments only) or "base".
+    b1, b2, eps, weight_decay: AdamW's; the decay is decoupled and applies to kernels and embeddings,
+    never to norms and biases.  clip_norm: largest global gradient norm, 0 for no limit.
+    train, freeze: regular expressions searched in "/"-joined parameter paths such as
+    "text/layers/q/kernel"; what matches `train` and not `freeze` trains (an empty `freeze` freezes
+    nothing).
     """
 
     learning_rate: float = 1e-6
@@ -70,7 +73,8 @@ class OptimConfig:
                     f"optim.{name}={getattr(self, name)!r} is no regular expression ({error})"
                 ) from error
         try:
-            make_schedule(self)
+            if self.schedule != "cosine" or self.total_steps:
+                make_schedule(self)
         except OptimError:
             raise
         except ValueError as error:
@@ -87,6 +91,28 @@ def make_schedule(config: OptimConfig) -> Schedule:
     if config.total_steps < 1:
         raise OptimError("optim.total_steps: a cosine needs the number of updates it ends at")
     return cosine_with_warmup(base, config.total_steps, warmup, first_step_lr=first)
+
+
+def for_run(config: OptimConfig, steps: int, warmup_ratio: float = 0.0) -> OptimConfig:
+    """The settings with what depends on the run's length filled in, where they leave it open.
+
+    A `total_steps` of 0 becomes `steps`; a `warmup_steps` of 0 becomes the share `warmup_ratio` of
+    them, rounded up as in the reference framework.
+    """
+    if not 0.0 <= warmup_ratio < 1.0:
+        raise OptimError(f"warmup_ratio={warmup_ratio} is outside [0, 1)")
+    warmup = config.warmup_steps or math.ceil(warmup_ratio * steps)
+    total = config.total_steps or steps
+    if config.schedule == "cosine" and warmup >= total:
+        raise OptimError(
+            f"optim.warmup_steps={warmup} leaves nothing of {total} updates to the cosine"
+        )
+    return dataclasses.replace(config, warmup_steps=warmup, total_steps=total)
+
+
+def learning_rate(config: OptimConfig, opt_state: Any) -> Float[Array, ""]:
+    """The rate that the next update of this optimiser state will have."""
+    return jnp.asarray(make_schedule(config)(opt_state[1].count), jnp.float32)
 
 
 def is_trainable(path: str, config: OptimConfig) -> bool:

@@ -23,6 +23,9 @@ from evisrag_jax.training.optimiser import OptimConfig, trainable_paths
 
 Flat = dict[str, Any]
 
+# Axes of the model that no mesh axis splits, beside the mesh's own rules.
+RULES = {**meshes.DEFAULT_RULES, "head_dim": None, "norm": None}
+
 
 class TrainState(NamedTuple):
     """What an update reads and writes.
@@ -84,7 +87,7 @@ def state_shardings(config: Qwen25VLConfig, mesh: Mesh, state: TrainState) -> Tr
     axes = flatten_axes(model.logical_axes(config))
     by_path = {
         path: jax.sharding.NamedSharding(
-            mesh, meshes.param_spec(axes[path], shapes[path].shape, mesh)[0]
+            mesh, meshes.param_spec(axes[path], shapes[path].shape, mesh, RULES)[0]
         )
         for path in shapes
     }

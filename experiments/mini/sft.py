@@ -174,7 +174,10 @@ def train(config, tok, params, seed: int, steps: int, log: Path, out: Path, *, k
                     row |= skill_table({"text": text, "vision": vision}, config, layout)
                 file.write(json.dumps(row) + "\n")
                 file.flush()
-                print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
+                print(
+                    {k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()},
+                    flush=True,
+                )
             if step in keep:
                 save(out / f"sft-{step}", {"text": text, "vision": vision})
     return {"text": text, "vision": vision}

@@ -70,7 +70,7 @@ def prefetch(make: Callable[[int], object], start: int, depth: int = 4) -> Itera
         while True:
             try:
                 ready.put(make(index))
-            except Exception as error:  # noqa: BLE001 - handed to the consumer
+            except Exception as error:
                 ready.put(error)
                 return
             index += 1

@@ -31,7 +31,9 @@ def _choices(params, config, batch):
     return jnp.argmax(model.logits(params, config, states), -1)[:, 0]
 
 
-def skill_table(params, config, layout, *, batches: int = 6, split: str = "dev") -> dict[str, float]:
+def skill_table(
+    params, config, layout, *, batches: int = 6, split: str = "dev"
+) -> dict[str, float]:
     """Shares of right tokens by skill on episodes of `split`.
 
     format: tags and markers; titles: names in <observe>; page: the first word of each evidence line
@@ -42,9 +44,7 @@ def skill_table(params, config, layout, *, batches: int = 6, split: str = "dev")
     scores: dict[str, list[float]] = {}
     tok = layout.tok
     is_tag = np.array([not t.startswith("▁") for t in tok.convert_ids_to_tokens(range(len(tok)))])
-    is_value = np.array(
-        [t[1:].isdigit() for t in tok.convert_ids_to_tokens(range(len(tok)))]
-    )
+    is_value = np.array([t[1:].isdigit() for t in tok.convert_ids_to_tokens(range(len(tok)))])
     names = {t: i for i, t in enumerate(tok.convert_ids_to_tokens(range(len(tok))))}
     no_info = tok.encode(NOT_RELEVANT, add_special_tokens=False)[0]
     for b in range(batches):

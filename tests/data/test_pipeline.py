@@ -273,6 +273,7 @@ def test_a_killed_process_resumes_in_another(tmp_path):
         from pathlib import Path
         from evisrag_jax.data.pipeline import ReadSettings, RecordStream
         from evisrag_jax.data.sources import read_records
+        assert "jax" not in sys.modules
         read = ReadSettings(threads=2, ahead=8)
         stream = RecordStream(read_records(sys.argv[1]), lambda r: r.id, 2, seed=8, read=read)
         for _ in range(10):

@@ -34,13 +34,13 @@ def qwen(qwen_tokenizer_folder):  # noqa: F811
 
 @pytest.fixture(scope="session")
 def mini_folder(tmp_path_factory) -> Path:
-    """A word-level tokenizer folder: layout tokens special, the eight tags added, not special."""
+    """A word-level tokenizer folder: layout tokens special; tags and newline added, not special."""
     words = ["<unk>", " ", "\n", *WORDS.split()]
     backend = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"\s|[^\s?.]+|[?.]"), "isolated")
     backend.decoder = decoders.Fuse()
     backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in LAYOUT])
-    backend.add_tokens([AddedToken(t, special=False, normalized=False) for t in TAGS])
+    backend.add_tokens([AddedToken(t, special=False, normalized=False) for t in (*TAGS, "\n")])
     tok = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         unk_token="<unk>",

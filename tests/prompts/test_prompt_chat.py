@@ -178,7 +178,10 @@ def test_mini_vocabulary(mini):
         *("what", " ", "is", " ", "<unk>", "?", "\n"),
         *("<|vision_start|>", "<|image_pad|>", "<|image_pad|>"),
     ]
-    assert prompt.ids.tolist()[:3] == mini.encode("<|im_start|>system\n")
+    text = "what is the\nprice of Tea?\n"
+    prompt = build_prompt(mini, text, [(2, 4)])
+    assert prompt.ids.tolist() == hf_ids(mini, text, [2])
+    assert mini.unk_token_id not in prompt.ids
 
 
 # Batches

@@ -9,7 +9,10 @@ from evisrag_jax.prompts.sections import parse_sections
 from evisrag_jax.prompts.spans import char_span_to_tokens, char_to_token, find_ids, token_range
 from evisrag_jax.prompts.tokenizer import decode_with_offsets, encode_plain
 
-RESPONSE = "<observe>o</observe>\n<evidence>\n[1]: 5\n</evidence>\n<think>The x</think>\n<answer>5</answer>"
+RESPONSE = (
+    "<observe>o</observe>\n<evidence>\n[1]: 5\n</evidence>\n"
+    "<think>The x</think>\n<answer>5</answer>"
+)
 SPANS = {
     ("think", None): (21, 34),
     (None, "think"): (0, 20),

@@ -13,7 +13,7 @@ def test_named_templates(name):
     template = load_template(name)
     assert template.name == name
     assert template.text.count("{question}") == 1
-    assert template.text.endswith("{question}\n")
+    assert template.text.rstrip("\n").endswith("{question}")
     assert "\r" not in template.text
 
 

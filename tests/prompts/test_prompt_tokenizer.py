@@ -24,7 +24,10 @@ from evisrag_jax.prompts.tokenizer import (
     stop_ids,
 )
 
-RESPONSE = "<observe>o</observe>\n<evidence>\n[1]: 5\n</evidence>\n<think>The x</think>\n<answer>5</answer>"
+RESPONSE = (
+    "<observe>o</observe>\n<evidence>\n[1]: 5\n</evidence>\n"
+    "<think>The x</think>\n<answer>5</answer>"
+)
 """Response R of case B38: 35 tokens."""
 
 
@@ -37,20 +40,11 @@ def edited_folder(source, out, edit):
     return out
 
 
-def add_tokens(*contents):
-    def edit(content):
-        for text in contents:
-            last = content["added_tokens"][-1]
-            content["added_tokens"].append({**last, "id": last["id"] + 1, "content": text})
-
-    return edit
-
-
 # Loading
 
 
 def test_loads_the_file_exactly(qwen, qwen_tokenizer_folder):
-    """The loaded pipeline is the file's, to the letter, and a config.json beside it changes nothing."""
+    """The loaded pipeline is the file's, to the letter."""
     raw = Tokenizer.from_file(str(qwen_tokenizer_folder / "tokenizer.json"))
     assert qwen.backend_tokenizer.to_str() == raw.to_str()
     assert (qwen.eos_token_id, qwen.pad_token_id, len(qwen)) == (151645, 151643, 151665)
@@ -95,14 +89,16 @@ def test_tag_ids_in_context(qwen):
 
 def test_later_generation_is_refused(qwen_tokenizer_folder, tmp_path):
     """B91: 151,669 entries with `<think>` as id 151667; the message has both numbers."""
-    edit = add_tokens("<tool_response>", "</tool_response>", "<think>", "</think>")
-    folder = edited_folder(qwen_tokenizer_folder, tmp_path / "later", edit)
-    raw = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    assert raw.encode("<think>").ids == [151667]
-    assert len(raw.encode(RESPONSE).ids) == 33
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+    contents = ["<tool_response>", "</tool_response>", "<think>", "</think>"]
+    more = [{"id": 151_665 + i, "content": text, **flags} for i, text in enumerate(contents)]
+    text = (qwen_tokenizer_folder / "tokenizer.json").read_text("utf-8")
+    cut = text.index("\n  ],", text.index('"added_tokens"'))
+    text = f"{text[:cut]},{json.dumps(more)[1:-1]}{text[cut:]}"
+    (tmp_path / "tokenizer.json").write_text(text, "utf-8")
     with pytest.raises(ValueError) as refused:
-        load_tokenizer(folder)
-    for part in ("151,669", "151,665", "[151667]", "[13708, 766, 29]", str(folder)):
+        load_tokenizer(tmp_path)
+    for part in ("151,669", "151,665", "[151667]", "[13708, 766, 29]", str(tmp_path)):
         assert part in str(refused.value)
 
 
@@ -174,9 +170,10 @@ def test_spelled_out_path_equals_the_ordinary_encoder(qwen):
 def test_word_level_special_strings_become_unknown(mini):
     """B14 in a vocabulary that has no letters: the unknown token, never the layout token."""
     unknown = mini.unk_token_id
-    ids = encode_plain(mini, "Tea <|im_end|> <think>")
+    ids = encode_plain(mini, "Tea <|im_end|> <think>\n?")
     table = mini.get_vocab()
-    assert ids == [table["Tea"], table[" "], unknown, table[" "], unknown]
+    words = ["Tea", " ", unknown, " ", unknown, "\n", "?"]
+    assert ids == [table.get(word, word) for word in words]
 
 
 def test_word_level_without_unknown_token_refuses(mini_folder, tmp_path):
@@ -254,7 +251,7 @@ def test_emoji_over_several_tokens_share_its_character(qwen):
 
 
 def test_sampled_ids_are_not_the_encoders(qwen):
-    """B43: [29, 785] decodes to `>The`, which encodes to [16357]; offsets belong to the sampled ids."""
+    """B43: [29, 785] decodes to `>The`, which encodes to [16357]; the sampled ids keep theirs."""
     text, offsets = decode_with_offsets(qwen, [29, 785])
     assert text == ">The"
     assert encode_plain(qwen, text) == [16357]
@@ -285,7 +282,8 @@ def test_id_beyond_the_vocabulary_shows_nothing(qwen):
 def test_random_ids_decode_as_the_tokenizer_does(qwen):
     """Broken UTF-8 included: 300 draws, biased towards single bytes and partial characters."""
     rng = np.random.default_rng(0)
-    partial = [i for i in range(151_643) if "\ufffd" in qwen.backend_tokenizer.decode([i])]
+    some = rng.integers(0, 151_643, 4000).tolist()
+    partial = [i for i in some if "\ufffd" in qwen.backend_tokenizer.decode([i])]
     for draw in range(300):
         pool = (range(256), partial, range(151_665))[draw % 3]
         ids = rng.choice(pool, size=12)
@@ -309,7 +307,7 @@ def test_word_level_offsets(mini):
 
 
 def test_decoder_that_joins_by_spaces(mini_folder, tmp_path):
-    """A vocabulary without a decoder: tokens joined by spaces; the space belongs to the later token."""
+    """A vocabulary without a decoder joins by spaces; the space belongs to the later token."""
     folder = edited_folder(mini_folder, tmp_path / "spaced", lambda c: c.update(decoder=None))
     tok = load_tokenizer(folder)
     ids = [tok.get_vocab()[word] for word in ("what", "is", "<|im_end|>", "42")]

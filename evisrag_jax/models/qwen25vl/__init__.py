@@ -1,1 +1,1 @@
-"""Qwen2.5-VL: configuration, vision tower, decoder, the joined model, and Hugging Face weight files."""
+"""Qwen2.5-VL: configuration, vision tower, decoder, joined model, Hugging Face weight files."""

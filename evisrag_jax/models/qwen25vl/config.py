@@ -1,4 +1,4 @@
-"""Qwen2.5-VL configurations as frozen dataclasses, read from and written to Hugging Face config.json.
+"""Qwen2.5-VL configurations as frozen dataclasses, read from and written to config.json.
 
 Every published variant is read: flat or nested under `text_config`, `rope_scaling` or
 `rope_parameters`, `type: mrope` or `default`. A text-only Llama-shaped config (no vision tower) is
@@ -47,7 +47,7 @@ class VisionConfig:
 
 @dataclass(frozen=True)
 class TextConfig:
-    """The decoder. `mrope_section` counts rotary frequencies of the temporal, row and column axes."""
+    """The decoder. `mrope_section` counts the rotary frequencies of time, row and column."""
 
     vocab: int
     width: int
@@ -89,7 +89,10 @@ def load_config(folder: str | Path) -> Qwen25VLConfig:
 
 
 def from_hf(raw: dict[str, Any], name: str = "config.json") -> Qwen25VLConfig:
-    """The config of a Hugging Face dictionary. Outer values win over `text_config` where both stand."""
+    """The config of a Hugging Face dictionary. Outer values win over those of `text_config`.
+
+    `name` is what a ConfigError calls the file.
+    """
     kind = raw.get("model_type")
     if kind not in ("qwen2_5_vl", "llama"):
         raise ConfigError(f"{name}: model_type {kind!r} is not qwen2_5_vl (or llama for text only)")
@@ -133,28 +136,41 @@ def _text(raw: dict[str, Any], name: str, *, needs_mrope: bool) -> TextConfig:
     theta = rope.get("rope_theta", raw.get("rope_theta"))
     if theta is None:
         raise ConfigError(f"{name}: rope_theta is missing")
-    if raw.get("use_sliding_window"):
-        raise ConfigError(f"{name}: use_sliding_window is not supported")
+    for option in ("use_sliding_window", "mlp_bias"):
+        if raw.get(option):
+            raise ConfigError(f"{name}: {option} is not supported")
+    _check_activation(raw, name)
+    kv_heads = _get(raw, "num_key_value_heads", name)
+    if heads % kv_heads:
+        raise ConfigError(
+            f"{name}: {heads} query heads do not divide by {kv_heads} key-value heads"
+        )
     return TextConfig(
         vocab=_get(raw, "vocab_size", name),
         width=width,
         mlp=_get(raw, "intermediate_size", name),
         layers=_get(raw, "num_hidden_layers", name),
         heads=heads,
-        kv_heads=_get(raw, "num_key_value_heads", name),
+        kv_heads=kv_heads,
         head_dim=head_dim,
         theta=float(theta),
         mrope_section=tuple(section),
         tied=bool(raw.get("tie_word_embeddings", False)),
-        eps=raw.get("rms_norm_eps", 1e-6),
+        eps=_get(raw, "rms_norm_eps", name),
         qkv_bias=needs_mrope or bool(raw.get("attention_bias", False)),
         max_positions=raw.get("max_position_embeddings", 32768),
     )
 
 
+def _check_activation(raw: dict[str, Any], name: str) -> None:
+    if raw.get("hidden_act", "silu") != "silu":
+        raise ConfigError(f"{name}: hidden_act {raw['hidden_act']!r} is not supported (silu)")
+
+
 def _vision(raw: dict[str, Any], name: str) -> VisionConfig:
     name = f"{name}: vision_config"
-    return VisionConfig(
+    _check_activation(raw, name)
+    config = VisionConfig(
         depth=_get(raw, "depth", name),
         width=_get(raw, "hidden_size", name),
         mlp=_get(raw, "intermediate_size", name),
@@ -166,11 +182,20 @@ def _vision(raw: dict[str, Any], name: str) -> VisionConfig:
         temporal_patch=raw.get("temporal_patch_size", 2),
         channels=raw.get("in_channels", raw.get("in_chans", 3)),
         window=raw.get("window_size", 112),
+        theta=float((raw.get("rope_parameters") or {}).get("rope_theta", 10000.0)),
     )
+    outside = [i for i in config.full_attention if not 0 <= i < config.depth]
+    if outside:
+        raise ConfigError(f"{name}: fullatt_block_indexes {outside} of {config.depth} layers")
+    if config.window % (config.patch * config.merge):
+        raise ConfigError(
+            f"{name}: window_size {config.window} is no multiple of patch_size*spatial_merge_size"
+        )
+    return config
 
 
-def to_hf(config: Qwen25VLConfig) -> dict[str, Any]:
-    """The config.json dictionary of a vision model in the published (flat) form."""
+def to_hf(config: Qwen25VLConfig, dtype: str = "bfloat16") -> dict[str, Any]:
+    """The config.json dictionary in the published (flat) form; `dtype` is that of the weights."""
     text, vision = config.text, config.vision
     raw: dict[str, Any] = {
         "hidden_act": "silu",
@@ -184,7 +209,7 @@ def to_hf(config: Qwen25VLConfig) -> dict[str, Any]:
         "rope_theta": text.theta,
         "max_position_embeddings": text.max_positions,
         "tie_word_embeddings": text.tied,
-        "torch_dtype": "bfloat16",
+        "torch_dtype": dtype,
     }
     if vision is None:
         return raw | {
@@ -195,6 +220,9 @@ def to_hf(config: Qwen25VLConfig) -> dict[str, Any]:
         }
     if text.head_dim * text.heads != text.width:
         raise ConfigError("Qwen2.5-VL files derive head_dim as hidden_size / num_attention_heads")
+    rotary = {}
+    if vision.theta != VisionConfig.theta:  # no published file has the field
+        rotary = {"rope_parameters": {"rope_type": "axial", "rope_theta": vision.theta}}
     return raw | {
         "architectures": ["Qwen2_5_VLForConditionalGeneration"],
         "model_type": "qwen2_5_vl",
@@ -219,5 +247,6 @@ def to_hf(config: Qwen25VLConfig) -> dict[str, Any]:
             "window_size": vision.window,
             "hidden_act": "silu",
             "tokens_per_second": 2,
+            **rotary,
         },
     }

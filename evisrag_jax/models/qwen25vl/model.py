@@ -83,16 +83,13 @@ def encode_images(
     if config.vision is None:
         raise ValueError("this model has no vision tower; pass features=None to prefill")
     P, I = images.patches.shape[:2]
-    flat = jax.tree.map(lambda a: jnp.asarray(a).reshape(P * I, *a.shape[2:]), tuple(images))
-    patches, mask, rowcol, merged_index = flat
+    patches, mask, rowcol, merged_index = (
+        jnp.asarray(a).reshape(P * I, *a.shape[2:])
+        for a in (images.patches, images.mask, images.rowcol, images.merged_index)
+    )
+    patches = patches.astype(compute_dtype(params))
     features = tower.encode(
-        params["vision"],
-        config.vision,
-        patches.astype(compute_dtype(params)),
-        mask,
-        rowcol,
-        merged_index,
-        remat=remat,
+        params["vision"], config.vision, patches, mask, rowcol, merged_index, remat=remat
     )
     return features.reshape(P, I * features.shape[1], -1)
 
@@ -117,7 +114,7 @@ def prefill(
     *,
     remat: bool = False,
 ) -> tuple[Float[Array, "P L D"], KV]:
-    """Hidden states of the prompts (a PromptInputs) and their keys and values [layers, P, L, K, H]."""
+    """Hidden states of the prompts (a PromptInputs), and their KV [layers, P, L, K, H]."""
     x = embed_prompt(params, prompt, features)
     return decoder.prefill(
         params["text"], config.text, x, prompt.positions, prompt.lengths, remat=remat
@@ -144,8 +141,12 @@ def extend(
 
 
 def last_hidden(hidden: Float[Array, "P L D"], lengths: Int[Array, " P"]) -> Float[Array, "P D"]:
-    """The hidden state of each prompt's last real token: it predicts the first response token."""
-    return jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
+    """The hidden state of each prompt's last real token: it predicts the first response token.
+
+    An empty prompt (a padding row of the batch) takes its slot 0, which is finite.
+    """
+    last = jnp.maximum(lengths - 1, 0)
+    return jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
 
 
 def logits(params: Params, config: Qwen25VLConfig, hidden: Float[Array, "*B D"]) -> Array:

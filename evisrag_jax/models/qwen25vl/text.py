@@ -30,7 +30,7 @@ from evisrag_jax.models.qwen25vl.config import TextConfig
 
 
 class KV(NamedTuple):
-    """Keys and values of all layers: stacked arrays [layers, …, K, H], or tuples of a layer's arrays."""
+    """Keys and values of all layers: stacked [layers, …, K, H], or a tuple of a layer's arrays."""
 
     k: Any
     v: Any
@@ -109,8 +109,11 @@ def init_text(config: TextConfig, key: Array) -> dict:
 def unstack_layers(params: dict) -> dict:
     """The same parameters with a tuple of per-layer trees: sliced once, outside a decode loop."""
     depth = jax.tree.leaves(params["layers"])[0].shape[0]
-    layers = tuple(jax.tree.map(lambda a: a[i], params["layers"]) for i in range(depth))
-    return {**params, "layers": layers}
+
+    def layer(i):
+        return jax.tree.map(lambda a: a[i], params["layers"])
+
+    return {**params, "layers": tuple(layer(i) for i in range(depth))}
 
 
 def unstack_kv(kv: KV) -> KV:
@@ -170,8 +173,9 @@ def extend(
 ) -> tuple[Float[Array, "P G T D"], KV]:
     """Response embeddings against their prompt's keys and values.
 
-    Without `suffix` the T tokens are the whole response so far (teacher forcing) and the returned KV
-    is theirs. With it they are written into slots offset … offset+T-1 of a cache [layers, P, G, S, K, H].
+    Without `suffix` the T tokens are the whole response so far (teacher forcing) and the returned
+    KV is theirs. With it they are written into slots offset … offset+T-1 of a cache
+    [layers, P, G, S, K, H]. Caches are stacked or tuples as the layers of `params` are.
     """
 
     def attend(cache):

@@ -66,7 +66,7 @@ class VisionBlock(nn.Module):
 
 
 class PatchMerger(nn.Module):
-    """Four neighbouring patches → one token of the decoder's width, through the exact (erf) GELU."""
+    """Four neighbouring patches → one token of the decoder's width; exact (erf) GELU between."""
 
     config: VisionConfig
 
@@ -83,7 +83,7 @@ class PatchMerger(nn.Module):
 def rotary_angles(
     rowcol: Int[Array, "*B 2"], config: VisionConfig
 ) -> tuple[Float[Array, "*B half"], Float[Array, "*B half"]]:
-    """cos and sin: the first half of the frequencies turns with the row, the second with the column."""
+    """cos and sin, float32: half of the frequencies turn with the row, half with the column."""
     frequencies = rotary_frequencies(config.head_dim // 2, config.theta)
     angles = rowcol.astype(jnp.float32)[..., None] * frequencies
     angles = angles.reshape(*angles.shape[:-2], -1)

@@ -8,11 +8,9 @@ the published one. A missing, unknown or misshapen tensor is an error that names
 from __future__ import annotations
 
 import json
-import re
 import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +21,7 @@ from safetensors.numpy import save_file
 
 from evisrag_jax.models.qwen25vl.config import Qwen25VLConfig, load_config, to_hf
 from evisrag_jax.models.qwen25vl.model import Params, param_shapes
+from evisrag_jax.models.qwen25vl.tensors import Entry, canonical_name, entries
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -46,126 +45,6 @@ class WeightsError(ValueError):
     """A weight file that does not fit its config; the message names the file and the tensors."""
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One Hugging Face tensor: its name, the parameter path (layer None = not stacked), both maps."""
-
-    name: str
-    path: tuple[str, ...]
-    layer: int | None
-    load: Callable[[np.ndarray, tuple[int, ...]], np.ndarray]
-    save: Callable[[np.ndarray], np.ndarray]
-
-
-def _as_is(a, shape):
-    return a.reshape(shape)
-
-
-def _matrix_in(a, shape):
-    """[out, in] → in_shape + out_shape."""
-    return a.T.reshape(shape)
-
-
-def _matrix_out(inputs: int):
-    def save(a):
-        n_in = int(np.prod(a.shape[:inputs]))
-        return a.reshape(n_in, -1).T
-
-    return save
-
-
-def _conv_in(a, shape):
-    """[D, channels, time, patch, patch] → [channels, time, patch², D]."""
-    return a.transpose(1, 2, 3, 4, 0).reshape(shape)
-
-
-def _conv_out(a):
-    side = int(round(a.shape[2] ** 0.5))
-    return a.reshape(*a.shape[:2], side, side, -1).transpose(4, 0, 1, 2, 3)
-
-
-def entries(config: Qwen25VLConfig) -> Iterator[Entry]:
-    """Every tensor of the published layout, in file order."""
-
-    def linear(name, path, layer=None, *, bias=True, inputs=1):
-        yield Entry(
-            f"{name}.weight", (*path, "kernel"), layer, _matrix_in, _matrix_out(inputs)
-        )
-        if bias:
-            yield Entry(f"{name}.bias", (*path, "bias"), layer, _as_is, np.ravel)
-
-    def scale(name, path, layer=None):
-        return Entry(f"{name}.weight", (*path, "scale"), layer, _as_is, np.asarray)
-
-    if config.vision is not None:
-        yield Entry(
-            "visual.patch_embed.proj.weight",
-            ("vision", "patch_embed", "kernel"),
-            None,
-            _conv_in,
-            _conv_out,
-        )
-        for i in range(config.vision.depth):
-            hf, ours = f"visual.blocks.{i}", ("vision", "blocks")
-            yield scale(f"{hf}.norm1", (*ours, "norm1"), i)
-            yield scale(f"{hf}.norm2", (*ours, "norm2"), i)
-            yield from linear(f"{hf}.attn.qkv", (*ours, "qkv"), i)
-            yield from linear(f"{hf}.attn.proj", (*ours, "proj"), i, inputs=2)
-            for part in ("gate", "up", "down"):
-                yield from linear(f"{hf}.mlp.{part}_proj", (*ours, "mlp", part), i)
-        yield scale("visual.merger.ln_q", ("vision", "merger", "norm"))
-        yield from linear("visual.merger.mlp.0", ("vision", "merger", "fc1"))
-        yield from linear("visual.merger.mlp.2", ("vision", "merger", "fc2"))
-
-    yield Entry(
-        "model.embed_tokens.weight", ("text", "embed", "embedding"), None, _as_is, np.asarray
-    )
-    for i in range(config.text.layers):
-        hf, ours = f"model.layers.{i}", ("text", "layers")
-        yield scale(f"{hf}.input_layernorm", (*ours, "norm1"), i)
-        yield scale(f"{hf}.post_attention_layernorm", (*ours, "norm2"), i)
-        for part in ("q", "k", "v"):
-            yield from linear(
-                f"{hf}.self_attn.{part}_proj", (*ours, part), i, bias=config.text.qkv_bias
-            )
-        yield from linear(f"{hf}.self_attn.o_proj", (*ours, "o"), i, bias=False, inputs=2)
-        for part in ("gate", "up", "down"):
-            yield from linear(f"{hf}.mlp.{part}_proj", (*ours, "mlp", part), i, bias=False)
-    yield scale("model.norm", ("text", "norm"))
-    if not config.text.tied:
-        yield from linear("lm_head", ("text", "head"), bias=False)
-
-
-_RENAMES = (
-    (re.compile(r"^model\.visual\."), "visual."),
-    (re.compile(r"^(model\.language_model\.|language_model\.model\.)"), "model."),
-    (re.compile(r"^(model\.|language_model\.)+lm_head\."), "lm_head."),
-)
-
-
-def canonical_name(name: str) -> str:
-    """A tensor's name in the published layout, from any of the accepted ones."""
-    name = re.sub(r"^(model\.language_model|language_model)\.lm_head\.", "lm_head.", name)
-    for pattern, replacement in _RENAMES:
-        name = pattern.sub(replacement, name)
-    return name
-
-
-def _files(folder: Path) -> dict[str, Path]:
-    """Tensor name in the file → file. Fails before any tensor is read if a shard is missing."""
-    index, single = folder / INDEX, folder / SINGLE
-    if index.is_file():
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        missing = sorted({f for f in weight_map.values() if not (folder / f).is_file()})
-        if missing:
-            raise WeightsError(f"{index}: shards missing: {', '.join(missing)}")
-        return {name: folder / file for name, file in weight_map.items()}
-    if single.is_file():
-        with _open(single) as file:
-            return dict.fromkeys(file.keys(), single)
-    raise WeightsError(f"{folder}: neither {SINGLE} nor {INDEX}")
-
-
 def _open(path: Path):
     try:
         return safe_open(path, framework="numpy")
@@ -173,72 +52,111 @@ def _open(path: Path):
         raise WeightsError(f"{path}: not a readable safetensors file ({error})") from error
 
 
+def _held(path: Path) -> dict[str, Path]:
+    with _open(path) as file:
+        return dict.fromkeys(file.keys(), path)
+
+
+def _files(folder: Path) -> tuple[Path, dict[str, Path]]:
+    """The file that lists the tensors, and tensor → file; all shards must be whole and listed."""
+    index, single = folder / INDEX, folder / SINGLE
+    if single.is_file():
+        return single, _held(single)
+    if not index.is_file():
+        raise WeightsError(f"{folder}: neither {SINGLE} nor {INDEX}")
+    try:
+        listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (ValueError, KeyError) as error:
+        raise WeightsError(f"{index}: not a list of shards ({error!r})") from error
+    shards = sorted(set(listed.values()))
+    missing = [name for name in shards if not (folder / name).is_file()]
+    if missing:
+        raise WeightsError(f"{index}: shards missing: {', '.join(missing)}")
+    found: dict[str, Path] = {}
+    for name in shards:
+        found |= _held(folder / name)
+    listed = {name: folder / shard for name, shard in listed.items()}
+    wrong = sorted(dict(found.items() ^ listed.items()))
+    if wrong:
+        raise WeightsError(f"{index}: the list and the shards disagree about {', '.join(wrong)}")
+    return index, found
+
+
 class _Reader:
-    """Tensors by canonical name, each shard opened once."""
+    """Tensors by canonical name, each file opened once."""
 
     def __init__(self, folder: Path):
-        self.folder = folder
+        self.source, files = _files(folder)
         self.where: dict[str, tuple[str, Path]] = {}
-        for name, path in _files(folder).items():
+        for name, path in files.items():
             canonical = canonical_name(name)
             if canonical in self.where:
-                raise WeightsError(f"{folder}: {name} and {self.where[canonical][0]} are the same")
+                other = self.where[canonical][0]
+                raise WeightsError(f"{self.source}: {name} and {other} are the same tensor")
             self.where[canonical] = (name, path)
-        self.handles: dict[Path, object] = {}
+        self.handles: dict[Path, Any] = {}
 
     def read(self, canonical: str) -> np.ndarray:
         name, path = self.where[canonical]
         if path not in self.handles:
             self.handles[path] = _open(path)
         try:
-            return self.handles[path].get_tensor(name)
+            value = self.handles[path].get_tensor(name)
         except SafetensorError as error:
             raise WeightsError(f"{path}: {name}: {error}") from error
+        if not jnp.issubdtype(value.dtype, jnp.floating):
+            raise WeightsError(f"{path}: {name} is {value.dtype}, expected floating point")
+        return value
+
+    def read_entry(self, entry: Entry, shape: tuple[int, ...], dtype) -> np.ndarray:
+        """The tensor as the parameter of this shape."""
+        raw = self.read(entry.name)
+        expected = entry.save(np.empty(shape)).shape
+        if raw.shape != expected:
+            name, path = self.where[entry.name]
+            raise WeightsError(f"{path}: {name} has shape {raw.shape}, expected {expected}")
+        return entry.load(raw, shape).astype(dtype)
 
 
-def load_params(
-    folder: str | Path, dtype=jnp.float32
-) -> tuple[Params, Qwen25VLConfig]:
+def _check_names(reader: _Reader, wanted: set[str], tied: bool) -> None:
+    extra = {n for n in reader.where.keys() - wanted if not n.endswith("inv_freq")}
+    if tied and "lm_head.weight" in extra:
+        embedding, head = reader.read("model.embed_tokens.weight"), reader.read("lm_head.weight")
+        if not np.array_equal(embedding, head):
+            raise WeightsError(
+                f"{reader.source}: tie_word_embeddings is true, but lm_head.weight differs from "
+                "model.embed_tokens.weight"
+            )
+        extra.discard("lm_head.weight")
+    missing = sorted(wanted - reader.where.keys())
+    if missing or extra:
+        unknown = sorted(reader.where[name][0] for name in extra)
+        raise WeightsError(
+            f"{reader.source}: missing tensors: {', '.join(missing) or 'none'}; "
+            f"unknown tensors: {', '.join(unknown) or 'none'}"
+        )
+
+
+def load_params(folder: str | Path, dtype=jnp.float32) -> tuple[Params, Qwen25VLConfig]:
     """Parameters of a Hugging Face folder in `dtype`, and its config.
 
     Raises WeightsError (or config.ConfigError) naming file and tensors when anything is missing,
-    unknown, misshapen, or contradicts `tie_word_embeddings`. `rotary … inv_freq` extras are ignored.
+    unknown, misshapen, or contradicts `tie_word_embeddings`. Rotary `inv_freq` extras are ignored.
     """
     folder = Path(folder)
     config = load_config(folder)
     reader = _Reader(folder)
     table = list(entries(config))
-    wanted = {entry.name for entry in table}
-    extra = {n for n in reader.where if n not in wanted and not n.endswith("inv_freq")}
-    if config.text.tied and "lm_head.weight" in extra:
-        embedding, head = reader.read("model.embed_tokens.weight"), reader.read("lm_head.weight")
-        if not np.array_equal(embedding, head):
-            raise WeightsError(
-                f"{folder}: tie_word_embeddings is true but lm_head.weight differs from the embedding"
-            )
-        extra.discard("lm_head.weight")
-    missing = sorted(wanted - reader.where.keys())
-    if missing or extra:
-        raise WeightsError(
-            f"{folder}: missing tensors: {missing or 'none'}; unknown tensors: {sorted(extra) or 'none'}"
-        )
+    _check_names(reader, {entry.name for entry in table}, config.text.tied)
     shapes = param_shapes(config)
     arrays: dict[tuple[str, ...], np.ndarray] = {}
     for entry in table:
         shape = _leaf(shapes, entry.path).shape
-        raw = reader.read(entry.name)
-        target = shape if entry.layer is None else shape[1:]
-        try:
-            value = entry.load(raw, target).astype(dtype)
-        except (ValueError, TypeError) as error:
-            raise WeightsError(
-                f"{folder}: {entry.name} has shape {raw.shape}, which does not fit {target}"
-            ) from error
         if entry.layer is None:
-            arrays[entry.path] = value
+            arrays[entry.path] = reader.read_entry(entry, shape, dtype)
         else:
-            stack = arrays.setdefault(entry.path, np.empty(shape, value.dtype))
-            stack[entry.layer] = value
+            stack = arrays.setdefault(entry.path, np.empty(shape, dtype))
+            stack[entry.layer] = reader.read_entry(entry, shape[1:], dtype)
     return _nest({path: jnp.asarray(value) for path, value in arrays.items()}), config
 
 
@@ -251,18 +169,23 @@ def save_params(
     dtype=ml_dtypes.bfloat16,
     max_shard_bytes: int = 5 * 2**30,
 ) -> None:
-    """Writes a folder that transformers loads: weights in the published layout, `dtype`, and config.json.
+    """Writes a folder that transformers loads: config.json, and weights in the published layout.
 
-    With `source` its config, tokenizer, template and processor files are copied byte for byte.
+    With `source` its config, tokenizer, template and processor files are copied byte for byte;
+    WeightsError if that config is another than the parameters'. Weight files already in `folder`
+    are replaced.
     """
     folder = Path(folder)
+    if source is not None and load_config(source) != config:
+        raise WeightsError(f"{source}: its config.json is of another model than the parameters")
     folder.mkdir(parents=True, exist_ok=True)
-    for name in SIDE_FILES if source else ():
-        if (Path(source) / name).is_file() and Path(source).resolve() != folder.resolve():
-            shutil.copyfile(Path(source) / name, folder / name)
-    if not source:
-        text = json.dumps(to_hf(config), indent=2) + "\n"
+    if source is None:
+        text = json.dumps(to_hf(config, np.dtype(dtype).name), indent=2) + "\n"
         (folder / "config.json").write_text(text, encoding="utf-8")
+    elif Path(source).resolve() != folder.resolve():
+        for name in SIDE_FILES:
+            if (Path(source) / name).is_file():
+                shutil.copyfile(Path(source) / name, folder / name)
     host = jax.device_get(params)
     shards: list[dict[str, np.ndarray]] = [{}]
     size = 0
@@ -279,6 +202,8 @@ def save_params(
 
 
 def _write_shards(folder: Path, shards: list[dict[str, np.ndarray]]) -> None:
+    for old in (folder / SINGLE, folder / INDEX, *folder.glob("model-?????-of-?????.safetensors")):
+        old.unlink(missing_ok=True)
     metadata = {"format": "pt"}
     if len(shards) == 1:
         save_file(shards[0], folder / SINGLE, metadata=metadata)

@@ -1,0 +1,87 @@
+"""``evisrag rl``: reinforcement learning with scoped rewards from a fine-tuned model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from evisrag_jax.cli.config import ConfigError, parse, to_dataclass
+
+SUMMARY = "train with RS-GRPO (or plain GRPO) on rewards that reach the tokens they judge"
+
+
+def run(argv: Sequence[str]) -> int:
+    """Trains into --out, exports OUT/model, writes the report; the same command resumes."""
+    parsed = parse(
+        argv,
+        command="rl",
+        summary=SUMMARY,
+        usage="--model FOLDER --data FILE --out RUN",
+        default_config="rl.py:mini",
+        define=_flags,
+    )
+    if parsed.out is None:
+        raise ConfigError("rl needs --out RUN, the folder of the run")
+    from evisrag_jax.rl.run import RLRunConfig, train
+    from evisrag_jax.runtime.compile_cache import enable_compile_cache
+
+    enable_compile_cache()
+    config = parsed.config
+    if parsed.flags.data:
+        config.data.path = parsed.flags.data
+    summary = train(
+        to_dataclass(config, RLRunConfig),
+        parsed.out,
+        make_validate=make_validate,
+        facts=parsed.facts(),
+    )
+    from evisrag_jax.reporting.page import write_report
+
+    for name, value in summary.items():
+        print(f"{name:20} {value}")
+    print(f"{'report':20} {write_report(parsed.out)}")
+    return 0
+
+
+def _flags(values: Any) -> None:
+    from absl import flags
+
+    flags.DEFINE_string("data", None, "short for --config.data.path", flag_values=values)
+
+
+def make_validate(run: Any) -> Callable[[Any, int], Mapping[str, Any]]:
+    """eval/accuracy, f1, format and evidence of greedy answers on `data.validation`."""
+    from evisrag_jax.cli.session import SessionError, read_set
+    from evisrag_jax.evaluation.suite import evaluate
+    from evisrag_jax.methods.evidence_cot import EvidenceCoT
+    from evisrag_jax.rollout.sampling import SamplingConfig
+
+    data, config = run.config.data, run.config
+    if not data.validation:
+        raise SessionError("eval_every needs data.validation, a file of held-out questions")
+    records, _ = read_set(data.validation, data.image_root)
+    method = EvidenceCoT(
+        template=data.template,
+        budget=run.pretrained.budget,
+        sampling=SamplingConfig(temperature=0.0, max_tokens=run.rl.max_tokens),
+        images_first=data.images_first,
+        system=data.system or None,
+        exif_transpose=data.exif_transpose,
+        on_error="record",
+    )
+
+    def validate(params: Any, step: int) -> Mapping[str, Any]:
+        run.engine.set_params(params)
+        summary = evaluate(
+            records,
+            method,
+            run.engine,
+            limit=config.eval_limit or None,
+            chunk=run.rl.prompts,
+            resamples=100,
+            progress=False,
+        )
+        names = ("accuracy", "em", "f1", "format_rate", "evidence_f1")
+        return {f"eval/{name}": summary[name] for name in names if summary.get(name) is not None}
+
+    return validate

@@ -1,0 +1,163 @@
+"""What `eval`, `ask`, `rl` and `quickstart` share: a model folder, an engine, a method, a data set."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from evisrag_jax.data.schema import Record
+from evisrag_jax.methods.evidence_cot import EvidenceCoT
+from evisrag_jax.pages.plan import VisionLayout
+from evisrag_jax.rollout.buckets import BucketTable, bucket_table
+from evisrag_jax.rollout.engine import Engine
+from evisrag_jax.rollout.sampling import SamplingConfig
+from evisrag_jax.training.pretrained import Pretrained, load_pretrained
+
+METHODS = ("evidence_cot",)
+
+
+class SessionError(ValueError):
+    """Settings of a command that cannot be; the message names the field."""
+
+    exit_code = 2
+
+
+@dataclass(frozen=True)
+class Model:
+    """path: a Hugging Face folder or a bundled model ("mini", "mini-sft").  dtype: of parameters and
+    products, "auto" for float32 on a CPU and bfloat16 elsewhere.  budget: a named pixel budget in
+    place of the folder's."""
+
+    path: str = "mini"
+    dtype: str = "auto"
+    budget: str = ""
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """The static shapes of a rollout: every combination is a bucket.
+
+    prompts: rows of a batch.  pages: (pages a prompt, windows a page, merged tokens a page).
+    lengths: prompt tokens.  responses: response tokens.
+    """
+
+    prompts: tuple[int, ...]
+    pages: tuple[tuple[int, int, int], ...]
+    lengths: tuple[int, ...]
+    responses: tuple[int, ...]
+
+    def table(self) -> BucketTable:
+        """The bucket table of these sizes."""
+        return bucket_table(
+            prompts=self.prompts, pages=self.pages, lengths=self.lengths, responses=self.responses
+        )
+
+
+@dataclass(frozen=True)
+class Answering:
+    """How questions are answered.
+
+    name: the method.  template: a named template or a file, so a published prompt can go with
+    published weights.  max_pages: pages shown a question, 0 for all.  system: replaces the chat
+    layout's system line where not "".  seed: of sampling above temperature 0.
+    """
+
+    name: str = "evidence_cot"
+    template: str = "evidence_cot"
+    max_pages: int = 0
+    images_first: bool = False
+    system: str = ""
+    exif_transpose: bool = True
+    seed: int = 0
+    sampling: SamplingConfig = field(
+        default_factory=lambda: SamplingConfig(
+            temperature=0.0, repetition_penalty=1.05, max_tokens=2048
+        )
+    )
+
+    def __post_init__(self) -> None:
+        if self.name not in METHODS:
+            raise SessionError(f"method.name={self.name!r}; one of {', '.join(METHODS)}")
+
+
+def open_model(model: Model, mesh: Any = None) -> Pretrained:
+    """The model folder in the compute dtype."""
+    from evisrag_jax.runtime.precision import default_precision
+
+    dtype = default_precision().compute if model.dtype == "auto" else model.dtype
+    return load_pretrained(model.path, dtype=dtype, budget=model.budget or None, mesh=mesh)
+
+
+def make_engine(pretrained: Pretrained, buckets: BucketTable, mesh: Any = None) -> Engine:
+    """An engine over an opened model."""
+    return Engine(
+        pretrained.params,
+        pretrained.config,
+        pretrained.tokenizer,
+        buckets,
+        stop_ids=pretrained.stop_ids,
+        layout=pretrained.layout,
+        mesh=mesh,
+    )
+
+
+def make_method(answering: Answering, pretrained: Pretrained, **changes: Any) -> EvidenceCoT:
+    """The configured method."""
+    settings = {
+        "template": answering.template,
+        "budget": pretrained.budget,
+        "sampling": answering.sampling,
+        "max_pages": answering.max_pages or None,
+        "images_first": answering.images_first,
+        "system": answering.system or None,
+        "exif_transpose": answering.exif_transpose,
+        "seed": answering.seed,
+    }
+    return EvidenceCoT(**{**settings, **changes})
+
+
+def snug_buckets(
+    record: Record, answering: Answering, pretrained: Pretrained, *, step: int = 256
+) -> BucketTable:
+    """One bucket around one record, its sizes rounded up so that similar questions share programs."""
+    from evisrag_jax.pages.decode import load_page
+    from evisrag_jax.pages.patches import window_layout
+    from evisrag_jax.pages.plan import plan_resize
+    from evisrag_jax.prompts.chat import build_prompt
+    from evisrag_jax.prompts.template import load_template
+
+    layout: VisionLayout = pretrained.layout
+    grids = []
+    for path in record.images[: answering.max_pages or None]:
+        image = load_page(path, exif_transpose=answering.exif_transpose)
+        plan = plan_resize(image.height, image.width, pretrained.budget, layout, name=path)
+        grids.append((plan.rows, plan.cols))
+    windows = [len(window_layout(*grid, layout).mask) for grid in grids]
+    tokens = [rows * cols // layout.merge**2 for rows, cols in grids]
+    text = load_template(answering.template).render(record.question)
+    prompt = build_prompt(pretrained.tokenizer, text, grids, merge=layout.merge, name=record.id)
+    grain = min(step, 32 if pretrained.config.text.width < 256 else step)
+
+    def up(n: int, to: int) -> int:
+        return -(-n // to) * to
+
+    page = (len(grids), max(windows, default=0), max(tokens, default=0)) if grids else (0, 0, 0)
+    return bucket_table(
+        prompts=(1,),
+        pages=(page,),
+        lengths=(up(len(prompt.ids), grain),),
+        responses=(answering.sampling.max_tokens,),
+    )
+
+
+def read_set(path: str | Path, image_root: str = "") -> tuple[Sequence[Record], list[str]]:
+    """Records of a data file or page-corpus folder, and one line for each row that is refused."""
+    from evisrag_jax.data.sources import read_records
+
+    refused: list[str] = []
+    records = read_records(
+        path, image_root=image_root or None, on_error=lambda error: refused.append(str(error))
+    )
+    return list(records), refused

@@ -1,0 +1,295 @@
+"""Runs a method over a set of questions, keeps every prediction, and scores them.
+
+    records --method, engine--> predictions.jsonl --metrics--> scores.jsonl --statistics--> summary.json
+
+The method and its engine are arguments, so the trainer's validation and the command line share this
+code. What is written can be scored again in another mode without running the model.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from evisrag_jax.data.schema import Record
+from evisrag_jax.evaluation.metrics import (
+    QuestionScore,
+    check_mode,
+    metric_values,
+    score_question,
+    summarise,
+)
+from evisrag_jax.evaluation.predictions import PredictionWriter, match_predictions
+from evisrag_jax.evaluation.statistics import RESAMPLES, bootstrap
+from evisrag_jax.runtime.json_files import read_jsonl, write_json, write_jsonl
+
+#: Summary names that get an interval, and the per-question metric each is a mean of.
+INTERVALS = {
+    "accuracy": "accuracy",
+    "em": "strict/em",
+    "f1": "strict/f1",
+    "evidence_f1": "evidence_f1",
+    "format_rate": "format",
+}
+
+
+def evaluate(
+    records: Sequence[Record],
+    method: Callable[[Sequence[Record], Any], Sequence[Any]],
+    engine: Any,
+    out: str | os.PathLike | None = None,
+    mode: str = "strict",
+    limit: int | None = None,
+    *,
+    name: str | None = None,
+    chunk: int = 8,
+    answer_block: str = "single",
+    resamples: int = RESAMPLES,
+    seed: int = 0,
+    progress: bool = True,
+) -> dict[str, Any]:
+    """Predict and score.
+
+    Questions are predicted in chunks. A page that cannot be read or a prompt over its limit costs
+    its own question alone: the row has finish "error" and counts as wrong. Any other exception ends
+    the run; what was predicted stays, and the same call goes on after it.
+
+    Args:
+        records: the set, ids unique.
+        method: ``(records, engine) -> predictions``, one a record, with ``id``, ``text``,
+            ``answer``, ``finish``, ``length`` and ``degenerate``.
+        engine: handed to the method.
+        out: folder for predictions.jsonl, scores.jsonl and summary.json. Questions that its
+            predictions.jsonl holds are not predicted again. None writes nothing.
+        mode: "strict" or "code"; whose accuracy is ``accuracy``. Both modes are scored.
+        limit: only the first questions of the set.
+        name: of the method in the rows; by default its ``name`` or ``__name__``.
+        chunk: questions handed to the method at once.
+        answer_block: the strict rule for several answer blocks: "single", "first" or "last".
+        resamples, seed: of the bootstrap intervals (95 %) in ``ci``.
+        progress: show a progress bar on a terminal.
+
+    Returns:
+        The flat summary of ``metrics.summarise`` with method, n_expected, n_predicted, n_missing,
+        n_duplicate, n_error, n_resumed, and ``ci``: name to [low, high].
+
+    Raises:
+        ValueError: for an empty set, repeated ids, predictions that do not answer the questions
+            asked, or an ``out`` that holds predictions of another set or method.
+    """
+    check_mode(mode)
+    chosen = list(records if limit is None else records[:limit])
+    if not chosen or chunk < 1:
+        raise ValueError(f"nothing to evaluate: {len(chosen)} records, chunk={chunk}")
+    repeated = [id for id, times in Counter(r.id for r in records).items() if times > 1]
+    if repeated:
+        raise ValueError(f"the set uses the id {repeated[0]!r} more than once")
+    name = name or str(getattr(method, "name", None) or getattr(method, "__name__", "method"))
+    rows: dict[str, dict[str, Any]] = {}
+    writer = None
+    if out is not None:
+        writer = PredictionWriter(Path(out) / "predictions.jsonl")
+        rows = _resumed(writer, records, name)
+    resumed = sum(record.id in rows for record in chosen)
+    try:
+        waiting = [record for record in chosen if record.id not in rows]
+        for row in _predicted(waiting, method, engine, name, chunk, progress):
+            rows[row["id"]] = row
+            if writer is not None:
+                writer.write(row)
+    finally:
+        if writer is not None:
+            writer.close()
+    known = [rows[record.id] for record in chosen]
+    scores, summary = score_predictions(
+        chosen, known, mode=mode, answer_block=answer_block, resamples=resamples, seed=seed
+    )
+    summary = {"method": name, **summary, "n_resumed": resumed}
+    if writer is not None and out is not None:
+        verdicts = {score.id: score.values["accuracy"] for score in scores}
+        for id, accuracy in verdicts.items():
+            writer.rows[id] |= {"accuracy": accuracy, "mode": mode}
+        writer.finalise([record.id for record in records])
+        write_jsonl(Path(out) / "scores.jsonl", map(score_row, scores))
+        write_json(Path(out) / "summary.json", summary)
+    return summary
+
+
+def _resumed(
+    writer: PredictionWriter, records: Sequence[Record], name: str
+) -> dict[str, dict[str, Any]]:
+    """Rows that an earlier run left, after a check that they belong here."""
+    match_predictions([r.id for r in records], writer.rows.values(), source=str(writer.path))
+    for row in writer.rows.values():
+        if row.get("method") != name:
+            raise ValueError(
+                f"{writer.path}: question {row['id']!r} was answered by method "
+                f"{row.get('method')!r}, not {name!r}; choose another folder"
+            )
+    return dict(writer.rows)
+
+
+def _predicted(
+    records: Sequence[Record],
+    method: Callable[[Sequence[Record], Any], Sequence[Any]],
+    engine: Any,
+    name: str,
+    chunk: int,
+    progress: bool,
+) -> Iterator[dict[str, Any]]:
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    hidden = not progress or not console.is_terminal
+    with Progress(*columns, TimeRemainingColumn(), console=console, disable=hidden) as bar:
+        task = bar.add_task(f"evaluating {name}", total=len(records))
+        for start in range(0, len(records), chunk):
+            for row in _answer(records[start : start + chunk], method, engine, name):
+                yield row
+                bar.advance(task)
+
+
+def _answer(
+    records: Sequence[Record],
+    method: Callable[[Sequence[Record], Any], Sequence[Any]],
+    engine: Any,
+    name: str,
+) -> Iterator[dict[str, Any]]:
+    """Rows of one chunk. If it cannot be prepared, its records are tried one by one."""
+    from evisrag_jax.pages.decode import PageError
+    from evisrag_jax.prompts.chat import PromptTooLong
+
+    try:
+        predictions = list(method(records, engine))
+    except (PageError, PromptTooLong) as error:
+        if len(records) > 1:
+            for record in records:
+                yield from _answer([record], method, engine, name)
+            return
+        facts = {"prediction": "", "answer": "", "finish": "error", "length": 0}
+        yield prediction_row(records[0], name) | facts | {"error": str(error)}
+        return
+    asked, answered = [r.id for r in records], [p.id for p in predictions]
+    if asked != answered:
+        raise ValueError(f"method {name!r} was asked {asked} and answered {answered}")
+    for record, prediction in zip(records, predictions, strict=True):
+        yield prediction_row(record, name) | {
+            "prediction": prediction.text,
+            "answer": prediction.answer,
+            "finish": prediction.finish,
+            "length": prediction.length,
+            "degenerate": bool(prediction.degenerate),
+        }
+
+
+def prediction_row(record: Record, method: str) -> dict[str, Any]:
+    """The row of a question in predictions.jsonl before there is a response."""
+    return {
+        "id": record.id,
+        "prediction": "",
+        "answer": None,
+        "finish": "error",
+        "length": 0,
+        "method": method,
+        "images": list(record.images),
+        "question": record.question,
+        "answers": list(record.answers),
+        "is_sufficient": record.is_sufficient,
+        "degenerate": False,
+    }
+
+
+def score_predictions(
+    records: Sequence[Record],
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    mode: str = "strict",
+    answer_block: str = "single",
+    resamples: int = RESAMPLES,
+    seed: int = 0,
+    require_complete: bool = False,
+) -> tuple[list[QuestionScore], dict[str, Any]]:
+    """Score prediction rows against a set; questions without a row count as wrong.
+
+    Args:
+        records: the set.
+        rows: rows of a predictions.jsonl; of several with one id the first counts.
+        mode, answer_block, resamples, seed: see ``evaluate``.
+        require_complete: raise instead of counting missing and repeated rows.
+
+    Returns:
+        The scores in the order of the set, and the summary.
+
+    Raises:
+        ValueError: for a row of an unknown question; see ``require_complete``.
+    """
+    chosen, coverage = match_predictions([record.id for record in records], rows)
+    if require_complete:
+        coverage.require_complete()
+    scores = [
+        score_question(record, chosen.get(record.id), mode=mode, answer_block=answer_block)
+        for record in records
+    ]
+    summary: dict[str, Any] = {
+        **summarise(scores, mode=mode),
+        "answer_block": answer_block,
+        "n_expected": coverage.n_expected,
+        "n_predicted": coverage.n_predicted,
+        "n_missing": coverage.n_missing,
+        "n_duplicate": coverage.n_duplicate,
+        "n_error": sum(row.get("finish") == "error" for row in chosen.values()),
+        "ci": {},
+    }
+    for shown, metric in INTERVALS.items():
+        if values := metric_values(scores, metric):
+            interval = bootstrap([values], resamples=resamples, seed=seed)
+            summary["ci"][shown] = [interval.low, interval.high]
+    return scores, summary
+
+
+def score_row(score: QuestionScore) -> dict[str, Any]:
+    """A question's scores as a row of scores.jsonl."""
+    head = {"id": score.id, "family": score.family, "is_sufficient": score.is_sufficient}
+    return head | {"answer": score.answer, "outcome": score.outcome, **score.values}
+
+
+def read_scores(path: str | os.PathLike, metric: str = "accuracy") -> dict[str, float]:
+    """One metric of a scores.jsonl by question id, for ``statistics``; n/a questions left out.
+
+    Raises:
+        FileNotFoundError: when there is no such file.
+        ValueError: for a metric that no row has.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: no such scores file")
+    rows = read_jsonl(path)
+    if rows and not any(metric in row for row in rows):
+        raise ValueError(f"{path}: no metric {metric!r}; there are {', '.join(rows[0])}")
+    return {row["id"]: float(row[metric]) for row in rows if row.get(metric) is not None}
+
+
+def format_summary(summary: Mapping[str, Any]) -> str:
+    """The summary as text for a terminal, one "name value" a line, with "n/a" for None."""
+    lines = []
+    intervals = summary.get("ci") or {}
+    for name, value in summary.items():
+        if name == "ci":
+            continue
+        shown = "n/a" if value is None else f"{value:.4f}" if isinstance(value, float) else value
+        if name in intervals:
+            low, high = intervals[name]
+            shown = f"{shown}  [{low:.4f}, {high:.4f}]"
+        lines.append(f"{name:34} {shown}")
+    return "\n".join(lines)

@@ -1,0 +1,113 @@
+"""EvidenceCoT: one call over all pages; the model observes, records evidence page by page, thinks and answers.
+
+The prompt is one user turn: an instruction template with the question, then the pages (EVisRAG section 9).
+The template may come from a file, so a published prompt can go with published weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from evisrag_jax.data.schema import Record
+from evisrag_jax.methods.base import MethodError, Prediction, failed, predict
+from evisrag_jax.pages.decode import PageError, load_page
+from evisrag_jax.pages.patches import PagePatches, make_patches
+from evisrag_jax.pages.plan import PixelBudget
+from evisrag_jax.prompts.chat import PromptTooLong, build_prompt
+from evisrag_jax.prompts.template import Template, load_template
+from evisrag_jax.rollout.buckets import RequestTooLarge
+from evisrag_jax.rollout.engine import Engine, Request, measure
+from evisrag_jax.rollout.sampling import SamplingConfig
+
+
+@dataclass(frozen=True)
+class EvidenceCoT:
+    """Settings of the method; calling it answers records.
+
+    template: a name, a file or a Template.  budget: pixel limits of the pages.  sampling: of the one response a
+    question (default: greedy, penalty 1.05, up to 2,048 tokens, the released inference settings).
+    max_pages: only the first so many images of a record are shown; None shows all.  images_first: pages before
+    the text.  system: replaces the chat template's system line.  exif_transpose: see `pages.decode.load_page`.
+    seed: of sampling above temperature 0.  on_error: "raise" a MethodError, or "record" a prediction with
+    finish "error" for a record whose pages cannot be read or that no bucket holds.  chunk: records whose
+    pages are held in memory at a time; None is twice the rows of the largest batch.
+    """
+
+    template: str | Template
+    budget: PixelBudget
+    sampling: SamplingConfig = SamplingConfig(
+        temperature=0.0, repetition_penalty=1.05, max_tokens=2048
+    )
+    max_pages: int | None = None
+    images_first: bool = False
+    system: str | None = None
+    exif_transpose: bool = True
+    seed: int = 0
+    on_error: str = "raise"
+    chunk: int | None = None
+    name: str = "evidence_cot"
+
+    def __post_init__(self):
+        if not isinstance(self.template, Template):
+            object.__setattr__(self, "template", load_template(self.template))
+        if self.on_error not in ("raise", "record"):
+            raise ValueError(f"on_error={self.on_error!r}: expected 'raise' or 'record'")
+        for field in ("max_pages", "chunk"):
+            value = getattr(self, field)
+            if value is not None and value < 1:
+                raise ValueError(f"{field}={value} is below 1")
+
+    def __call__(self, records: Sequence[Record], engine: Engine) -> list[Prediction]:
+        """One prediction a record, in order. MethodError names the record, the file or limit, and the reason."""
+        chunk = self.chunk or 2 * max(bucket.prompts for bucket in engine.buckets.buckets)
+        predictions: list[Prediction] = []
+        for first in range(0, len(records), chunk):
+            predictions += self._answer(records[first : first + chunk], engine)
+        return predictions
+
+    def request(
+        self, record: Record, engine: Engine, pages: dict[str, PagePatches] | None = None
+    ) -> Request:
+        """The prompt and pages of one record. `pages` keeps pages by path between calls; MethodError as above."""
+        pages = {} if pages is None else pages
+        paths = record.images[: self.max_pages]
+        try:
+            for path in paths:
+                if path not in pages:
+                    image = load_page(path, exif_transpose=self.exif_transpose)
+                    pages[path] = make_patches(image, engine.layout, self.budget, name=path)
+            shown = tuple(pages[path] for path in paths)
+            prompt = build_prompt(
+                engine.tokenizer,
+                self.template.render(record.question),
+                [page.grid for page in shown],
+                images_first=self.images_first,
+                system=self.system,
+                max_length=engine.buckets.max_length,
+                name=record.id,
+                merge=engine.layout.merge,
+            )
+            request = Request(record.id, prompt, shown)
+            engine.buckets.choose([measure(request, self.sampling)])
+        except (PageError, PromptTooLong, RequestTooLarge) as error:
+            raise MethodError(record.id, str(error)) from error
+        return request
+
+    def _answer(self, records: Sequence[Record], engine: Engine) -> list[Prediction]:
+        pages: dict[str, PagePatches] = {}
+        requests: list[Request] = []
+        results: list[Prediction | None] = []
+        for record in records:
+            try:
+                requests.append(self.request(record, engine, pages))
+                results.append(None)
+            except MethodError as error:
+                if self.on_error == "raise":
+                    raise
+                results.append(failed(error))
+        completions = iter(engine.generate(requests, self.sampling, seed=self.seed))
+        return [
+            result if result is not None else predict(record, next(completions)[0])
+            for record, result in zip(records, results, strict=True)
+        ]

@@ -1,0 +1,245 @@
+"""The environment of single-turn RL: prompts in, judged groups out.
+
+    stream ─► P prepared records ─engine─► G completions each ─rewards, scopes─► filter ─► Collected
+
+Everything here is host work around the engine's device programs. Other environments (many turns)
+give the trainer the same `Collected`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from evisrag_jax.data.schema import Record
+from evisrag_jax.prompts.sections import TAGS, parse_sections
+from evisrag_jax.rewards.evisrag import score_response
+from evisrag_jax.rewards.gold import gold_text
+from evisrag_jax.rl import scopes
+from evisrag_jax.rl.advantages import occurrence_ids
+from evisrag_jax.rl.config import RLConfig
+from evisrag_jax.rl.filter import filter_groups
+from evisrag_jax.rollout.engine import Completion, Engine, Request
+from evisrag_jax.rollout.sampling import SamplingConfig
+from evisrag_jax.training.batching import Bucket, Prepared, make_group_batch
+from evisrag_jax.training.forward import GroupBatch
+
+
+@dataclass
+class Collected:
+    """One step's groups on the host; arrays have P rows, those beyond the kept groups are empty.
+
+    metrics: scalars of the rollout.  rows: rollout rows for the run folder (`reporting`).
+    times: seconds by phase.
+    """
+
+    groups: GroupBatch
+    sampled: np.ndarray
+    rewards: np.ndarray
+    masks: np.ndarray
+    valid: np.ndarray
+    metrics: dict[str, float]
+    rows: list[dict[str, Any]]
+    times: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class Judged:
+    """A prompt with its completions, their channel values and scope masks."""
+
+    item: Prepared
+    completions: list[Completion]
+    rewards: list[dict[str, float]]
+    masks: np.ndarray
+    found: list[dict[str, bool]]
+
+
+class Collector:
+    """`collect(params, step)` for records with gold answers and evidence.
+
+    Args:
+        engine: generates; its parameters are replaced every step.
+        stream: yields lists of `data.pipeline.Example` whose items are `Prepared`.
+        rl: the run's settings.
+        buckets: training shapes; P = rl.prompts, G = rl.group.
+        encode: plain text → ids, for scope_match "token_ids".
+        seed: of sampling.
+        workers: threads that judge responses while others are judged.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        stream: Iterator[Sequence[Any]],
+        rl: RLConfig,
+        buckets: Sequence[Bucket],
+        encode: Callable[[str], Sequence[int]],
+        *,
+        seed: int,
+        workers: int = 2,
+    ):
+        self.engine, self.stream, self.rl, self.buckets, self.seed = (
+            engine,
+            stream,
+            rl,
+            buckets,
+            seed,
+        )
+        self.sampling = SamplingConfig(
+            temperature=rl.temperature, top_p=rl.top_p, max_tokens=rl.max_tokens
+        )
+        self.scope_mode = "code" if rl.reward.mode == "code" else "paper"
+        self.tag_ids = scopes.encode_tags(encode) if rl.scope_match == "token_ids" else None
+        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="reward")
+
+    def __call__(self, params: Any, step: int) -> Collected:
+        """Rollouts of step `step` (counted from 1) under `params`."""
+        kept: list[Judged] = []
+        seen: list[Judged] = []
+        times = {"rollout": 0.0, "reward": 0.0}
+        dropped: dict[str, int] = {}
+        rounds = 0
+        while len(kept) < self.rl.prompts and rounds < self.rl.tries:
+            rounds += 1
+            judged = self._round(params, step * 1000 + rounds - 1, times)
+            seen += judged
+            keep, reasons = self._filter(judged)
+            kept += [group for group, ok in zip(judged, keep, strict=True) if ok]
+            for reason in reasons:
+                dropped[reason] = dropped.get(reason, 0) + 1
+        kept = kept[: self.rl.prompts]
+        metrics = self._metrics(seen) | {
+            "filter/kept": float(len(kept)),
+            "filter/groups": float(len(seen)),
+            "filter/rounds": float(rounds),
+            **{f"filter/dropped_{name}": float(n) for name, n in sorted(dropped.items())},
+        }
+        return self._arrays(kept or seen[:1], bool(kept), metrics, times, step)
+
+    def _round(self, params: Any, fold: int, times: dict[str, float]) -> list[Judged]:
+        items = [example.item for example in next(self.stream)]
+        ids = occurrence_ids([item.id for item in items])
+        requests = [Request(i, x.prompt, x.pages) for i, x in zip(ids, items, strict=True)]
+        begin = time.perf_counter()
+        groups = self.engine.generate(
+            requests,
+            self.sampling,
+            group=self.rl.group,
+            seed=self.seed,
+            step=fold,
+            params=params,
+        )
+        times["rollout"] += time.perf_counter() - begin
+        begin = time.perf_counter()
+        judged = list(self._threads.map(self._judge, items, groups))
+        times["reward"] += time.perf_counter() - begin
+        return judged
+
+    def _judge(self, item: Prepared, completions: list[Completion]) -> Judged:
+        gold = gold_text(item.record)
+        rewards, masks, found = [], [], []
+        for done in completions:
+            rewards.append(score_response(done.text, gold, done.length, self.rl.reward))
+            row = np.full(self.rl.max_tokens, -1, np.int64)
+            row[: done.length] = done.ids
+            mask, tags = scopes.scope_masks(
+                done.text,
+                done.offsets,
+                row,
+                done.length,
+                mode=self.scope_mode,
+                match=self.rl.scope_match,
+                tag_ids=self.tag_ids,
+            )
+            masks.append(mask)
+            found.append(tags)
+        return Judged(item, completions, rewards, np.stack(masks), found)
+
+    def _filter(self, judged: Sequence[Judged]) -> tuple[list[bool], list[str]]:
+        if self.rl.filter is None:
+            return [True] * len(judged), []
+        rewards = np.array([[list(r.values()) for r in g.rewards] for g in judged], np.float64)
+        result = filter_groups(rewards, np.ones(rewards.shape[:2], bool), self.rl.filter)
+        return result.keep.tolist(), [reason for reason in result.reasons if reason]
+
+    def _metrics(self, judged: Sequence[Judged]) -> dict[str, float]:
+        """Means over everything sampled, before filter and masks."""
+        done = [c for group in judged for c in group.completions]
+        rewards = [r for group in judged for r in group.rewards]
+        names = self.rl.reward.channels
+        spread = [np.ptp([sum(r.values()) for r in g.rewards]) for g in judged]
+        return {
+            **{f"reward/{n}": float(np.mean([r[n] for r in rewards])) for n in names},
+            "reward/overall": float(np.mean([sum(r.values()) for r in rewards])),
+            "reward/group_spread": float(np.mean(spread)),
+            "rollout/length_mean": float(np.mean([c.length for c in done])),
+            "rollout/length_max": float(max(c.length for c in done)),
+            "rollout/clipped_ratio": float(np.mean([c.finish == "length" for c in done])),
+            "rollout/failed": float(sum(c.finish == "error" for c in done)),
+            "rollout/degenerate": float(np.mean([c.degenerate for c in done])),
+            **scopes.found_rates([f for group in judged for f in group.found]),
+        }
+
+    def _arrays(
+        self,
+        kept: Sequence[Judged],
+        any_kept: bool,
+        metrics: dict[str, float],
+        times: dict[str, float],
+        step: int,
+    ) -> Collected:
+        P, G, T = self.rl.prompts, self.rl.group, self.rl.max_tokens
+        names = self.rl.reward.channels
+        groups = make_group_batch(
+            [group.item for group in kept],
+            self.buckets,
+            responses=[[c.ids.tolist() for c in group.completions] for group in kept],
+            layout=self.engine.layout,
+        )
+        sampled = np.zeros((P, G, T), np.float32)
+        rewards = np.zeros((P, G, len(names)), np.float32)
+        masks = np.zeros((P, G, len(names), T), bool)
+        valid = np.zeros((P, G), bool)
+        for p, group in enumerate(kept):
+            masks[p] = group.masks
+            for g, (done, score) in enumerate(zip(group.completions, group.rewards, strict=True)):
+                sampled[p, g, : done.length] = done.logp
+                rewards[p, g] = [score[name] for name in names]
+                cut = done.finish == "length" and self.rl.mask_truncated
+                valid[p, g] = any_kept and done.finish != "error" and not cut
+        rows = [rollout_row(step, group) for group in kept]
+        return Collected(groups, sampled, rewards, masks, valid, metrics, rows, times)
+
+
+def rollout_row(step: int, group: Judged) -> dict[str, Any]:
+    """A prompt with its samples, as rollouts/step_*.jsonl holds it; advantages are added later."""
+    record: Record = group.item.record
+    samples = []
+    for index, (done, rewards) in enumerate(zip(group.completions, group.rewards, strict=True)):
+        sections = parse_sections(done.text)
+        samples.append(
+            {
+                "index": index,
+                "text": done.text,
+                "length": done.length,
+                "finish": done.finish,
+                "sections": {tag: sections[tag].text for tag in TAGS if tag in sections},
+                "rewards": rewards,
+                "advantages": {},
+            }
+        )
+    return {
+        "step": step,
+        "id": record.id,
+        "question": record.question,
+        "images": list(record.images),
+        "answers": list(record.answers),
+        "is_sufficient": record.is_sufficient,
+        "evidence": list(record.evidence),
+        "samples": samples,
+    }

@@ -1,0 +1,100 @@
+"""What an RL run is: one frozen dataclass, with the three named behaviours as presets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from evisrag_jax.rewards.evisrag import RewardConfig
+from evisrag_jax.rl.filter import FilterConfig
+from evisrag_jax.rl.losses import PolicyLossConfig
+from evisrag_jax.training.optimiser import OptimConfig
+
+ESTIMATORS = ("paper", "code", "grpo")
+
+
+class RLConfigError(ValueError):
+    """Settings of an RL run that contradict each other; the message names the field."""
+
+
+@dataclass(frozen=True)
+class RLConfig:
+    """RS-GRPO and plain GRPO as switches of one objective.
+
+    prompts         P, prompts an update is made from
+    group           G, responses sampled a prompt
+    micro           prompts a slice of gradient accumulation (memory only); 0 = all at once
+    updates         optimiser steps a rollout; each takes P / updates prompts
+    temperature, top_p  of sampling; log-probs are taken at the same temperature
+    max_tokens      of a response, end token included
+    estimator       "paper" (token advantages of the scopes, EVisRAG eq. 7-9), "code" (one z-score a
+                    channel, released) or "grpo" (channels summed, one z-score, no scopes)
+    align           "scope" or "index", of the paper's advantages
+    scope_match     "char_offsets", or "token_ids" as released
+    exact_zero      constant groups get exactly 0 (off: the release's rounding residue)
+    mask_truncated  responses cut at max_tokens take part in rewards but not in the loss
+    reward, loss, filter, optim   see their classes; filter None keeps every group
+    tries           rollouts at most to fill P kept groups; then the step trains on those it has
+    """
+
+    prompts: int = 32
+    group: int = 8
+    micro: int = 0
+    updates: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    max_tokens: int = 1536
+    estimator: str = "paper"
+    align: str = "scope"
+    scope_match: str = "char_offsets"
+    exact_zero: bool = True
+    mask_truncated: bool = False
+    tries: int = 1
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
+    filter: FilterConfig | None = None
+    optim: OptimConfig = field(default_factory=OptimConfig)
+
+    def __post_init__(self) -> None:
+        if self.prompts < 1 or self.group < 2:
+            raise RLConfigError(
+                f"prompts={self.prompts} must be at least 1 and group={self.group} at least 2: an "
+                "advantage compares the responses of one prompt"
+            )
+        if self.updates < 1 or self.prompts % self.updates:
+            raise RLConfigError(f"updates={self.updates} must divide prompts={self.prompts}")
+        rows = self.prompts // self.updates
+        if self.micro < 0 or (self.micro and rows % self.micro):
+            raise RLConfigError(f"micro={self.micro} must divide the {rows} prompts an update")
+        if self.estimator not in ESTIMATORS:
+            raise RLConfigError(f"estimator={self.estimator!r}; one of {', '.join(ESTIMATORS)}")
+        if (self.estimator == "code") != (self.reward.mode == "code") and self.estimator != "grpo":
+            raise RLConfigError(
+                f"estimator={self.estimator!r} works on the channels of that reward mode, not on "
+                f"those of reward.mode={self.reward.mode!r}"
+            )
+        if self.temperature <= 0:
+            raise RLConfigError("temperature must be positive: greedy rollouts have no log-ratio")
+        if self.top_p < 1:
+            raise RLConfigError(
+                f"top_p={self.top_p}: a filtered sampler and an unfiltered trainer disagree on "
+                "every log-probability; use 1.0 in RL"
+            )
+        if self.loss.kl_coef:
+            raise RLConfigError("loss.kl_coef needs a reference model, which this trainer has not")
+        if self.tries < 1:
+            raise RLConfigError(f"tries={self.tries} must be at least 1")
+
+
+def preset(name: str, **changes) -> RLConfig:
+    """`paper`, `code` or `strict` (EVisRAG spec 3.2), with fields changed."""
+    loss = {"paper": PolicyLossConfig.paper, "strict": PolicyLossConfig.paper}
+    base = {
+        "reward": RewardConfig(mode=name),
+        "loss": PolicyLossConfig.code(nan_policy="safe_zero") if name == "code" else loss[name](),
+        "estimator": "code" if name == "code" else "paper",
+        "scope_match": "token_ids" if name == "code" else "char_offsets",
+        "exact_zero": name != "code",
+        "filter": FilterConfig(rule="mean_band") if name == "code" else None,
+        "temperature": 1.0 if name == "code" else 1.2,
+    }
+    return RLConfig(**{**base, **changes})

@@ -1,0 +1,317 @@
+"""The RL run: from a config and a folder to trained weights, resumable at every step.
+
+    records ─stream─► Collector(engine, rewards, scopes) ─fit_rl─► metrics, rollouts, checkpoints, RUN/model
+
+Started again with the same config, a run goes on from its latest checkpoint; with another config it
+is refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from evisrag_jax.data.pipeline import ReadSettings, RecordStream, Rejected
+from evisrag_jax.data.sources import read_records
+from evisrag_jax.models.qwen25vl.weights import save_params
+from evisrag_jax.prompts.template import load_template
+from evisrag_jax.prompts.tokenizer import encode_plain
+from evisrag_jax.rewards.gold import GoldError, gold_text
+from evisrag_jax.rl.collect import Collector
+from evisrag_jax.rl.config import RLConfig, RLConfigError
+from evisrag_jax.rl.trainer import fit_rl
+from evisrag_jax.rl.update import UpdateConfig
+from evisrag_jax.rollout.buckets import Bucket as RolloutBucket
+from evisrag_jax.rollout.buckets import BucketTable
+from evisrag_jax.rollout.engine import Engine
+from evisrag_jax.runtime import mesh as meshes
+from evisrag_jax.runtime.checkpoints import Checkpoints
+from evisrag_jax.runtime.precision import default_precision, parse_dtype
+from evisrag_jax.runtime.run_folder import RunFolder
+from evisrag_jax.training.batching import Bucket, Limits, PageCache, check_divides, prepare
+from evisrag_jax.training.loop import FitResult
+from evisrag_jax.training.optimiser import for_run, make_optimiser
+from evisrag_jax.training.pretrained import load_pretrained
+from evisrag_jax.training.settings import MeshShape, ModelSource, PromptSource
+from evisrag_jax.training.state import TrainState, full_params, init_state, place, state_shardings
+
+# What may change when a run goes on: nothing here changes a number.
+MAY_DIFFER = (
+    *("data.threads", "data.ahead", "data.cache_mb", "save_every", "log_every", "keep"),
+    *("tensorboard", "export", "export_dtype", "rollouts_every", "rollout_rows"),
+)
+
+
+@dataclass(frozen=True)
+class RLRunConfig:
+    """One run; the fields of configs/rl.py.
+
+    images, windows, tokens, prompt_length: the batch's static sizes (pages a prompt, windows and
+    merged tokens a page, prompt tokens); P, G and T are those of `rl`.  steps: rollouts, 0 for
+    `epochs` passes over the data.  eval_every, eval_limit: validation on `data.validation`, in steps
+    and questions (0 = all).  rollouts_every, rollout_rows: what rollouts/ keeps.
+    """
+
+    model: ModelSource
+    data: PromptSource
+    rl: RLConfig
+    images: int
+    windows: int
+    tokens: int
+    prompt_length: int
+    steps: int = 0
+    epochs: float = 1.0
+    mesh: MeshShape = field(default_factory=MeshShape)
+    seed: int = 0
+    remat: bool = True
+    chunk: int = 2048
+    save_every: int = 20
+    log_every: int = 1
+    eval_every: int = 0
+    eval_limit: int = 0
+    keep: int = 2
+    rollouts_every: int = 1
+    rollout_rows: int = 4
+    tensorboard: bool = True
+    export: bool = True
+    export_dtype: str = "bfloat16"
+
+    @property
+    def bucket(self) -> Bucket:
+        """The one shape of an update's batch."""
+        return Bucket(
+            prompts=self.rl.prompts,
+            images=self.images,
+            windows=self.windows,
+            tokens=self.tokens,
+            prompt_length=self.prompt_length,
+            group=self.rl.group,
+            response_length=self.rl.max_tokens,
+        )
+
+
+class RLRun:
+    """Model, engine, records and environment of one run."""
+
+    def __init__(self, config: RLRunConfig, folder: RunFolder, *, resumed: bool = False):
+        if not config.model.path or not config.data.path:
+            raise RLConfigError("model.path and data.path are needed (--model and --data)")
+        self.config, self.folder = config, folder
+        self.mesh = meshes.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+        check_divides(config.rl.prompts // config.rl.updates, self.mesh)
+        self.pretrained = load_pretrained(
+            config.model.path,
+            dtype=config.model.param_dtype,
+            budget=config.data.budget or None,
+            mesh=self.mesh,
+        )
+        self.model = self.pretrained.config
+        compute = config.model.compute_dtype
+        self.compute = default_precision().compute if compute == "auto" else compute
+        self.cache = PageCache(config.data.cache_mb * 2**20)
+        self.records = self._read(resumed)
+        rounds = int(config.epochs * len(self.records)) // config.rl.prompts
+        self.steps = config.steps or max(1, rounds)
+        optim = for_run(config.rl.optim, self.steps * config.rl.updates)
+        self.rl = dataclasses.replace(config.rl, optim=optim)
+        self.settings = UpdateConfig(self.rl, self.compute, config.remat, config.chunk)
+        state = init_state(self.pretrained.params, optim, make_optimiser(optim))
+        self.state = place(state, state_shardings(self.model, self.mesh, state))
+        self.engine = self._engine()
+
+    def _read(self, resumed: bool) -> list[Any]:
+        """Records with a usable gold; the others go to rejected.jsonl."""
+        data = self.config.data
+        log = None if resumed else self.folder
+
+        def refuse(id: str, kind: str, reason: str) -> None:
+            if log is not None:
+                log.reject(id=id, reason=reason, kind=kind, stage="read", path=data.path)
+
+        records = read_records(
+            data.path,
+            image_root=data.image_root or None,
+            on_error=lambda e: refuse(str(e.id or f"row {e.row}"), e.kind, str(e)),
+        )
+        usable = []
+        for record in records:
+            try:
+                gold_text(record)
+            except GoldError as error:
+                refuse(record.id, "no_gold", str(error))
+            else:
+                usable.append(record)
+        if not usable:
+            raise RLConfigError(
+                f"{data.path}: none of its {len(records)} readable records has gold answers and "
+                "evidence to reward"
+            )
+        return usable
+
+    def _engine(self) -> Engine:
+        b = self.config.bucket
+        shape = RolloutBucket(
+            prompts=b.prompts,
+            images=b.images,
+            windows=b.windows,
+            tokens=b.tokens,
+            length=b.prompt_length,
+            response=b.response_length,
+        )
+        return Engine(
+            self.pretrained.params,
+            self.model,
+            self.pretrained.tokenizer,
+            BucketTable((shape,)),
+            stop_ids=self.pretrained.stop_ids,
+            layout=self.pretrained.layout,
+            mesh=self.mesh,
+        )
+
+    def stream(self) -> RecordStream:
+        """Endless shuffled lists of P prepared records."""
+        data = self.config.data
+        return RecordStream(
+            self.records,
+            partial(
+                prepare,
+                tokenizer=self.pretrained.tokenizer,
+                template=load_template(data.template),
+                layout=self.pretrained.layout,
+                budget=self.pretrained.budget,
+                limits=Limits.of([self.config.bucket]),
+                cache=self.cache,
+                images_first=data.images_first,
+                system=data.system or None,
+                exif_transpose=data.exif_transpose,
+            ),
+            self.rl.prompts,
+            seed=self.config.seed,
+            read=ReadSettings(data.threads, max(data.ahead, data.threads)),
+            rejected=Rejected(self.folder.rejected),
+        )
+
+    def fit(
+        self,
+        checkpoints: Checkpoints,
+        validate: Callable[[Any, int], Mapping[str, Any]] | None,
+        **settings: Any,
+    ) -> FitResult:
+        """Train to the end; further settings go to `training.loop.fit`."""
+        config, stream = self.config, self.stream()
+        collect = Collector(
+            self.engine,
+            stream,
+            self.rl,
+            [config.bucket],
+            partial(encode_plain, self.pretrained.tokenizer),
+            seed=config.seed,
+        )
+        try:
+            return fit_rl(
+                run=self.folder,
+                state=self.state,
+                model=self.model,
+                settings=self.settings,
+                collect=collect,
+                mesh=self.mesh,
+                steps=self.steps,
+                checkpoints=checkpoints,
+                data=stream,
+                validate=validate,
+                rollouts_every=config.rollouts_every,
+                rollout_rows=config.rollout_rows,
+                save_every=config.save_every,
+                log_every=config.log_every,
+                eval_every=config.eval_every,
+                best_metric="eval/accuracy" if config.eval_every else None,
+                tensorboard=config.tensorboard,
+                name="rl",
+                **settings,
+            )
+        finally:
+            stream.close()
+
+
+def train(
+    config: RLRunConfig,
+    out: str | Path,
+    *,
+    make_validate: Callable[[RLRun], Callable[[Any, int], Mapping[str, Any]]] | None = None,
+    facts: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> dict[str, Any]:
+    """One run in the folder `out`, new or gone on with; returns its summary.
+
+    Args:
+        make_validate: makes the validation function (nested parameters, k) → metrics of the run.
+        facts: more for versions.json.
+        settings: further arguments of `training.loop.fit`.
+    Raises:
+        RunFolderError: the folder holds a run of another config; lists the differences.
+    """
+    with RunFolder(out) as folder:
+        resumed = folder.metrics.exists() and folder.metrics.stat().st_size > 0
+        if not resumed:
+            folder.rejected.unlink(missing_ok=True)
+        folder.start(
+            config,
+            resume=resumed,
+            may_differ=MAY_DIFFER,
+            devices=[str(device) for device in jax.devices()],
+            **(facts or {}),
+        )
+        run = RLRun(config, folder, resumed=resumed)
+        identity = {
+            "kind": "rl",
+            "model": run.model,
+            "optim": run.rl.optim,
+            "trains": sorted(run.state.trainable),
+        }
+        best = "max" if config.eval_every else None
+        validate = make_validate(run) if make_validate and config.eval_every else None
+        with Checkpoints(
+            folder.checkpoints, identity=identity, keep=config.keep, best=best
+        ) as checkpoints:
+            result = run.fit(checkpoints, validate, **settings)
+        if config.export:
+            export(run, result.state, folder.path / "model")
+        summary = summarise(run, result)
+        folder.write_summary(summary)
+        return summary
+
+
+def export(run: RLRun, state: TrainState, folder: Path) -> None:
+    """Write the weights as a Hugging Face folder with the tokenizer and processor of the start."""
+    save_params(
+        full_params(state.trainable, state.frozen),
+        run.model,
+        folder,
+        source=run.pretrained.folder,
+        dtype=parse_dtype(run.config.export_dtype, field="export_dtype"),
+    )
+
+
+def summarise(run: RLRun, result: FitResult) -> dict[str, Any]:
+    """The flat dict of summary.json."""
+    rows = [row for row in run.folder.read_metrics() if "reward/overall" in row]
+    return {
+        "command": "rl",
+        "model": run.config.model.path,
+        "data": run.config.data.path,
+        "mode": run.rl.reward.mode,
+        "steps": result.step,
+        "records": len(run.records),
+        "reward_first": rows[0]["reward/overall"] if rows else None,
+        "reward_last": rows[-1]["reward/overall"] if rows else None,
+        "seconds": round(result.seconds, 3),
+        "compiles": result.compiles,
+        "export": str(run.folder.path / "model") if run.config.export else None,
+        **{k: v for k, v in result.validation.items() if k.startswith("eval/")},
+    }

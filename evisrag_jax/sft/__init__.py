@@ -1,0 +1,1 @@
+"""Supervised fine-tuning: targets of records, the summed loss over response tokens, its trainer."""

@@ -1,0 +1,152 @@
+"""What an SFT run is: frozen dataclasses, whose fields are those of configs/sft.py."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+
+from evisrag_jax.runtime.precision import parse_dtype
+from evisrag_jax.training.batching import Bucket
+from evisrag_jax.training.optimiser import OptimConfig
+
+TARGETS = ("response", "answers")
+
+
+class SFTConfigError(ValueError):
+    """Settings of an SFT run that cannot be; the message names the field."""
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Where the run starts: a Hugging Face folder, the format parameters are kept in, and the one
+    products are computed in ("auto": float32 on a CPU, bfloat16 elsewhere)."""
+
+    path: str = ""
+    param_dtype: str = "float32"
+    compute_dtype: str = "auto"
+
+    def __post_init__(self) -> None:
+        parse_dtype(self.param_dtype, field="model.param_dtype")
+        if self.compute_dtype != "auto":
+            parse_dtype(self.compute_dtype, field="model.compute_dtype")
+
+
+@dataclass(frozen=True)
+class DataSource:
+    """Training records and how they become prompts.
+
+    path: a data file or page-corpus folder.  validation: held-out records, "" for none.
+    image_root: folder that image paths are relative to, "" for the file's own.  template: a named
+    template or a file.  system: replaces the chat layout's default system line where not "".
+    images_first: pages before the text.  budget: a named pixel budget, "" for the model folder's.
+    exif_transpose: turn photos upright.  target: "response" trains on the tagged response,
+    "answers" on every gold answer as a group.  threads, ahead: preparation ahead of the step.
+    cache_mb: prepared pages kept in memory, in MiB.
+    """
+
+    path: str = ""
+    validation: str = ""
+    image_root: str = ""
+    template: str = "evidence_cot"
+    system: str = ""
+    images_first: bool = False
+    budget: str = ""
+    exif_transpose: bool = True
+    target: str = "response"
+    threads: int = 2
+    ahead: int = 16
+    cache_mb: int = 1024
+
+    def __post_init__(self) -> None:
+        if self.target not in TARGETS:
+            raise SFTConfigError(f"data.target={self.target!r}; one of {', '.join(TARGETS)}")
+
+
+@dataclass(frozen=True)
+class MeshShape:
+    """Devices along each axis of the mesh; one of them may be -1 and takes what is left."""
+
+    data: int = -1
+    fsdp: int = 1
+    tensor: int = 1
+
+
+@dataclass(frozen=True)
+class SFTConfig:
+    """One run.
+
+    buckets: batch shapes; one of them is at least as large as every other in every size, and all
+    have the same number of prompts, the global batch.  prompts: replaces that number where not 0.
+    micro: prompts a slice of gradient accumulation, 0 for the whole batch; never changes a result.
+    steps: updates, 0 for `epochs` passes over the data.  warmup_ratio: share of the steps, where
+    optim.warmup_steps is 0.  remat: recompute activations in the backward pass.  chunk: response
+    positions whose logits are held at once.  save_every, log_every, eval_every: in updates.
+    keep: checkpoints kept beside the best.  export: write RUN/model at the end, in export_dtype.
+    """
+
+    model: ModelSource
+    data: DataSource
+    buckets: tuple[Bucket, ...]
+    prompts: int = 0
+    micro: int = 0
+    steps: int = 0
+    epochs: float = 1.0
+    warmup_ratio: float = 0.0
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    mesh: MeshShape = field(default_factory=MeshShape)
+    seed: int = 0
+    remat: bool = True
+    chunk: int = 2048
+    save_every: int = 100
+    log_every: int = 1
+    eval_every: int = 0
+    keep: int = 2
+    tensorboard: bool = True
+    export: bool = True
+    export_dtype: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        if not self.buckets:
+            raise SFTConfigError("buckets: at least one batch shape is needed")
+        if self.prompts < 0 or self.micro < 0 or self.steps < 0 or self.epochs <= 0:
+            raise SFTConfigError(
+                f"prompts={self.prompts}, micro={self.micro} and steps={self.steps} must not be "
+                f"negative, epochs={self.epochs} must be positive"
+            )
+        if self.chunk < 1 or self.keep < 1 or self.log_every < 1:
+            raise SFTConfigError(
+                f"chunk={self.chunk}, keep={self.keep} and log_every={self.log_every} must be at "
+                "least 1"
+            )
+        if min(self.save_every, self.eval_every) < 0:
+            raise SFTConfigError(
+                f"save_every={self.save_every} and eval_every={self.eval_every} must not be negative"
+            )
+        parse_dtype(self.export_dtype, field="export_dtype")
+        if len({bucket.prompts for bucket in self.shapes}) > 1:
+            raise SFTConfigError("buckets: all need the same number of prompts, the global batch")
+        if self.largest not in self.shapes:
+            raise SFTConfigError(
+                "buckets: one must be at least as large as every other in every size, or some "
+                f"batches would fit none; add {self.largest}"
+            )
+        if self.micro and self.batch % self.micro:
+            raise SFTConfigError(f"micro={self.micro} does not divide the {self.batch} prompts")
+
+    @property
+    def shapes(self) -> tuple[Bucket, ...]:
+        """The buckets with the run's number of prompts."""
+        if not self.prompts:
+            return self.buckets
+        return tuple(dataclasses.replace(b, prompts=self.prompts) for b in self.buckets)
+
+    @property
+    def largest(self) -> Bucket:
+        """The bucket that holds what any bucket holds."""
+        names = [f.name for f in dataclasses.fields(Bucket)]
+        return Bucket(**{name: max(getattr(b, name) for b in self.shapes) for name in names})
+
+    @property
+    def batch(self) -> int:
+        """Prompts an update, P."""
+        return self.shapes[0].prompts

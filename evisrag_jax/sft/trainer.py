@@ -1,0 +1,326 @@
+"""The SFT run: from a config and a folder to trained weights, resumable at every step.
+
+    records ─group─► stream ─batch─► sft_update ─► metrics, checkpoints ─► RUN/model (Hugging Face)
+
+Started again with the same config, a run goes on from its latest checkpoint and ends as if it had
+never stopped; with another config it is refused.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from evisrag_jax.data.pipeline import Example, ReadSettings, RecordStream, Rejected
+from evisrag_jax.data.schema import Record
+from evisrag_jax.data.sources import read_records
+from evisrag_jax.models.qwen25vl.weights import load_params, save_params
+from evisrag_jax.pages.plan import processor_settings, resolve_budget
+from evisrag_jax.prompts.template import load_template
+from evisrag_jax.prompts.tokenizer import SpecialIds, load_tokenizer
+from evisrag_jax.runtime import mesh as meshes
+from evisrag_jax.runtime.checkpoints import Checkpoints
+from evisrag_jax.runtime.precision import default_precision, parse_dtype
+from evisrag_jax.runtime.run_folder import RunFolder
+from evisrag_jax.sft.config import SFTConfig, SFTConfigError
+from evisrag_jax.sft.objective import UpdateConfig, compile_loss, compile_update
+from evisrag_jax.sft.targets import Targets, group_records
+from evisrag_jax.training.batching import (
+    Limits,
+    PageCache,
+    check_divides,
+    empty_batch,
+    make_group_batch,
+    prepare,
+    put_batch,
+    size,
+    trained_tokens,
+)
+from evisrag_jax.training.loop import FitResult, fit
+from evisrag_jax.training.optimiser import for_run, make_optimiser
+from evisrag_jax.training.state import (
+    TrainState,
+    full_params,
+    init_state,
+    place,
+    state_shardings,
+)
+
+# What may change when a run goes on: nothing here changes a number.
+MAY_DIFFER = (
+    *("data.threads", "data.ahead", "data.cache_mb", "save_every", "log_every", "keep"),
+    *("tensorboard", "export", "export_dtype"),
+)
+
+
+class SFTRun:
+    """Everything of one run: model, records, batches and the compiled update.
+
+    Args:
+        config: the run.
+        folder: its started run folder; refused records are written there unless `resumed`.
+        resumed: the folder holds this run already.
+    """
+
+    def __init__(self, config: SFTConfig, folder: RunFolder, *, resumed: bool = False):
+        if not config.model.path or not config.data.path:
+            raise SFTConfigError("model.path and data.path are needed (--model and --data)")
+        self.config, self.folder = config, folder
+        self._warm = False
+        self._held_out: tuple[list[Record], Targets] | None = None
+        self.mesh = meshes.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+        check_divides(config.batch, self.mesh)
+        self.tokenizer = load_tokenizer(config.model.path)
+        budget, self.layout = processor_settings(config.model.path)
+        self.budget = resolve_budget(config.data.budget) if config.data.budget else budget
+        self.cache = PageCache(config.data.cache_mb * 2**20)
+        self.records, self.targets = self._read(config.data.path, None if resumed else folder)
+        self.steps = config.steps or max(1, int(config.epochs * len(self.records)) // config.batch)
+        self.optim = for_run(config.optim, self.steps, config.warmup_ratio)
+        self._load()
+
+    def _load(self) -> None:
+        config = self.config
+        params, self.model = load_params(
+            config.model.path, parse_dtype(config.model.param_dtype, field="model.param_dtype")
+        )
+        compute = config.model.compute_dtype
+        if compute == "auto":
+            compute = default_precision().compute
+        self.settings = UpdateConfig(
+            optim=self.optim,
+            micro=config.micro or config.batch,
+            compute=parse_dtype(compute, field="model.compute_dtype").name,
+            remat=config.remat,
+            chunk=config.chunk,
+        )
+        state = init_state(params, self.optim, make_optimiser(self.optim))
+        self.shardings = state_shardings(self.model, self.mesh, state)
+        self.state = place(state, self.shardings)
+        self.update = compile_update(self.model, self.settings, self.mesh, self.shardings)
+        self.loss = compile_loss(self.model, self.settings, self.mesh, self.shardings)
+
+    def _read(self, path: str, log: RunFolder | None) -> tuple[list[Record], Targets]:
+        """Groups of a data file; what cannot be used is written to `log`'s rejected.jsonl."""
+
+        def refuse(id: str, kind: str, reason: str) -> None:
+            if log is not None:
+                log.reject(id=id, reason=reason, kind=kind, stage="read", path=path)
+
+        records = read_records(
+            path,
+            image_root=self.config.data.image_root or None,
+            on_error=lambda e: refuse(str(e.id or f"row {e.row}"), e.kind, str(e)),
+        )
+        group = self.config.largest.group
+        heads, targets, empty = group_records(records, self.config.data.target, group)
+        for record in empty:
+            reason = f"record {record.id}: has no {self.config.data.target} to train on"
+            refuse(record.id, "no_response", reason)
+        if not heads:
+            raise SFTConfigError(
+                f"{path}: none of its {len(records)} readable records has a "
+                f"{self.config.data.target} to train on"
+            )
+        return heads, targets
+
+    def stream(
+        self, records: Sequence[Record], targets: Targets, *, training: bool = True
+    ) -> RecordStream:
+        """Batches of prepared records: endless and shuffled, or once in file order."""
+        data = self.config.data
+        return RecordStream(
+            records,
+            partial(
+                prepare,
+                tokenizer=self.tokenizer,
+                template=load_template(data.template),
+                layout=self.layout,
+                budget=self.budget,
+                limits=Limits.of(self.config.shapes),
+                cache=self.cache,
+                targets=targets,
+                images_first=data.images_first,
+                system=data.system or None,
+                exif_transpose=data.exif_transpose,
+            ),
+            self.config.batch,
+            seed=self.config.seed,
+            epochs=None if training else 1,
+            shuffle=training,
+            read=ReadSettings(data.threads, max(data.ahead, data.threads)),
+            rejected=Rejected(self.folder.rejected) if training else None,
+        )
+
+    def batches(self, stream: Iterator[list[Example]]) -> Iterator[Any]:
+        """Host batches of a stream."""
+        for examples in stream:
+            yield self.host_batch(examples)
+
+    def host_batch(self, examples: Sequence[Example]) -> Any:
+        """The numpy batch of a list of examples."""
+        items = [example.item for example in examples]
+        return make_group_batch(items, self.config.shapes, layout=self.layout)
+
+    def warm_up(self, state: TrainState) -> TrainState:
+        """Compile and run every shape on empty rows, the largest first; the state stays as it is.
+
+        A shape that does not fit in memory fails here and not when its first long record arrives.
+        """
+        pad_id = SpecialIds.from_tokenizer(self.tokenizer).endoftext
+        for bucket in sorted(self.config.shapes, key=size, reverse=True):
+            batch = empty_batch(bucket, pad_id=pad_id, layout=self.layout)
+            state, _ = self.update(state, put_batch(batch, self.mesh))
+        return state
+
+    def step(self, state: TrainState, data: RecordStream, k: int) -> tuple[TrainState, dict]:
+        """Update k; the first of a process runs every other shape before it."""
+        examples = next(data)
+        if not self._warm and len(self.config.shapes) > 1:
+            state = self.warm_up(state)
+        self._warm = True
+        batch = self.host_batch(examples)
+        state, metrics = self.update(state, put_batch(batch, self.mesh))
+        shape = batch.tokens.shape[0] * batch.tokens.shape[1] * batch.tokens.shape[2]
+        return state, {
+            **metrics,
+            "batch/records": float(len(examples)),
+            "batch/response_fill": trained_tokens(batch) / shape,
+            "batch/prompt_fill": float(np.mean(batch.prompt.lengths))
+            / batch.prompt.tokens.shape[1],
+        }
+
+    def validate(self, state: TrainState, _: int) -> dict[str, float]:
+        """eval/loss: mean -log p over the response tokens of the validation file."""
+        if self._held_out is None:
+            self._held_out = self._read(self.config.data.validation, None)
+        stream = self.stream(*self._held_out, training=False)
+        totals: dict[str, float] = {}
+        for batch in self.batches(stream):
+            sums = jax.device_get(
+                self.loss(state.trainable, state.frozen, put_batch(batch, self.mesh))
+            )
+            totals = {name: totals.get(name, 0.0) + float(value) for name, value in sums.items()}
+        stream.close()
+        weight = totals.get("weight", 0.0)
+        return {
+            "eval/loss": totals["nll"] / weight if weight else float("nan"),
+            "eval/tokens": weight,
+            "eval/skipped": float(stream.skipped.total()),
+        }
+
+    def fit(self, checkpoints: Checkpoints, **settings: Any) -> tuple[FitResult, RecordStream]:
+        """Train to the end; further settings go to `training.loop.fit`."""
+        config = self.config
+        stream = self.stream(self.records, self.targets)
+        try:
+            result = fit(
+                run=self.folder,
+                state=self.state,
+                step_fn=self.step,
+                steps=self.steps,
+                checkpoints=checkpoints,
+                data=stream,
+                validate=self.validate if config.data.validation else None,
+                save_every=config.save_every,
+                log_every=config.log_every,
+                eval_every=config.eval_every or (self.steps if config.data.validation else 0),
+                best_metric="eval/loss" if config.data.validation else None,
+                tensorboard=config.tensorboard,
+                name="sft",
+                **settings,
+            )
+        finally:
+            stream.close()
+        return result, stream
+
+
+def identity(run: SFTRun) -> dict[str, Any]:
+    """What a checkpoint must share with the run that reads it."""
+    trains = sorted(run.state.trainable)
+    return {"kind": "sft", "model": run.model, "optim": run.optim, "trains": trains}
+
+
+def train(
+    config: SFTConfig, out: str | Path, *, facts: Mapping[str, Any] | None = None, **settings: Any
+) -> dict[str, Any]:
+    """One run in the folder `out`, new or gone on with; returns its summary.
+
+    Args:
+        config: the run.
+        out: the run folder.
+        facts: more for versions.json.
+        settings: further arguments of `training.loop.fit`.
+    Raises:
+        RunFolderError: the folder holds a run of another config; lists the differences.
+    """
+    with RunFolder(out) as folder:
+        resumed = folder.metrics.exists() and folder.metrics.stat().st_size > 0
+        if not resumed:
+            folder.rejected.unlink(missing_ok=True)
+        folder.start(
+            config,
+            resume=resumed,
+            may_differ=MAY_DIFFER,
+            devices=[str(device) for device in jax.devices()],
+            **(facts or {}),
+        )
+        run = SFTRun(config, folder, resumed=resumed)
+        with Checkpoints(
+            folder.checkpoints,
+            identity=identity(run),
+            keep=config.keep,
+            best="min" if config.data.validation else None,
+        ) as checkpoints:
+            result, stream = run.fit(checkpoints, **settings)
+        if config.export:
+            export(run, result.state, folder.path / "model")
+        summary = summarise(run, result, stream)
+        folder.write_summary(summary)
+        return summary
+
+
+def export(run: SFTRun, state: TrainState, folder: Path) -> None:
+    """Write the weights as a Hugging Face folder, beside its place first and then renamed."""
+    partial_folder = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial_folder, ignore_errors=True)
+    save_params(
+        full_params(state.trainable, state.frozen),
+        run.model,
+        partial_folder,
+        source=run.config.model.path,
+        dtype=parse_dtype(run.config.export_dtype, field="export_dtype"),
+    )
+    shutil.rmtree(folder, ignore_errors=True)
+    partial_folder.rename(folder)
+
+
+def summarise(run: SFTRun, result: FitResult, stream: RecordStream) -> dict[str, Any]:
+    """The flat dict of summary.json."""
+    rows = [row for row in run.folder.read_metrics() if "loss/total" in row]
+    summary = {
+        "command": "sft",
+        "model": run.config.model.path,
+        "data": run.config.data.path,
+        "steps": result.step,
+        "records": len(run.records),
+        "responses": len(run.targets),
+        "skipped": stream.skipped.total(),
+        "tokens": sum(row["loss/tokens"] or 0.0 for row in rows),
+        "loss_first": rows[0]["loss/total"] if rows else None,
+        "loss_last": rows[-1]["loss/total"] if rows else None,
+        "seconds": round(result.seconds, 3),
+        "compiles": result.compiles,
+        "export": str(run.folder.path / "model") if run.config.export else None,
+    }
+    held_out = [row for row in run.folder.read_metrics() if "eval/loss" in row]
+    if held_out:
+        summary["eval_loss_first"] = held_out[0]["eval/loss"]
+        summary["eval_loss_last"] = held_out[-1]["eval/loss"]
+    return summary

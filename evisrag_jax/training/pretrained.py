@@ -1,0 +1,86 @@
+"""A model folder, opened: parameters on the mesh, tokenizer, page settings, end tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+from transformers import PreTrainedTokenizerFast
+
+from evisrag_jax.models.qwen25vl import model, weights
+from evisrag_jax.models.qwen25vl.config import Qwen25VLConfig
+from evisrag_jax.pages.plan import PixelBudget, VisionLayout, processor_settings, resolve_budget
+from evisrag_jax.prompts.tokenizer import load_tokenizer, stop_ids
+from evisrag_jax.runtime.mesh import shardings
+from evisrag_jax.runtime.precision import parse_dtype
+
+BUNDLED = ("mini", "mini-sft")
+
+
+class ModelError(ValueError):
+    """A model folder that cannot be used; the message names it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Pretrained:
+    """What a model folder holds.
+
+    budget is the folder's own pixel budget unless another was asked for.
+    """
+
+    folder: Path
+    params: Any
+    config: Qwen25VLConfig
+    tokenizer: PreTrainedTokenizerFast
+    layout: VisionLayout
+    budget: PixelBudget
+    stop_ids: tuple[int, ...]
+
+
+def find_model(path: str | Path) -> Path:
+    """A folder, or the name of a model that the package ships ("mini", "mini-sft")."""
+    folder = Path(path)
+    if folder.is_dir():
+        return folder
+    shipped = Path(__file__).parent.parent / "assets" / folder.name
+    if str(path) in BUNDLED and shipped.is_dir():
+        return shipped
+    raise ModelError(f"{path}: no such model folder, and not one of {', '.join(BUNDLED)}")
+
+
+def load_pretrained(
+    path: str | Path,
+    *,
+    dtype: str = "float32",
+    budget: str | PixelBudget | None = None,
+    mesh: Mesh | None = None,
+) -> Pretrained:
+    """Opens a Hugging Face folder (or a bundled model by name).
+
+    Args:
+        dtype: of the parameters in memory.
+        budget: a named pixel budget in place of the folder's.
+        mesh: where parameters are sharded; None for the default device.
+    Raises:
+        ModelError, WeightsError, ConfigError, TokenizerError: naming folder and reason.
+    """
+    folder = find_model(path)
+    params, config = weights.load_params(folder, parse_dtype(dtype))
+    if mesh is None:
+        params = jax.device_put(params, jax.devices()[0])
+    else:
+        params = jax.device_put(params, shardings(model.logical_axes(config), params, mesh))
+    tokenizer = load_tokenizer(folder)
+    own, layout = processor_settings(folder)
+    return Pretrained(
+        folder=folder,
+        params=params,
+        config=config,
+        tokenizer=tokenizer,
+        layout=layout,
+        budget=own if budget is None else resolve_budget(budget),
+        stop_ids=stop_ids(folder, tokenizer),
+    )

@@ -1,0 +1,79 @@
+"""The run's config: the packaged file fits it field by field, and impossible settings are refused."""
+
+import dataclasses
+
+import pytest
+
+from evisrag_jax.cli.config import ConfigError, load_config, to_dataclass
+from evisrag_jax.pages.plan import BUDGETS
+from evisrag_jax.runtime.json_files import plain
+from evisrag_jax.sft.config import DataSource, ModelSource, SFTConfig, SFTConfigError
+from evisrag_jax.training.batching import Bucket
+
+SMALL = Bucket(4, 1, 2, 6, 40, 1, 16)
+LARGE = Bucket(4, 2, 4, 8, 80, 2, 32)
+
+
+def config(**changes):
+    fields = {"model": ModelSource("m"), "data": DataSource("d"), "buckets": (SMALL, LARGE)}
+    return SFTConfig(**(fields | changes))
+
+
+@pytest.mark.parametrize("arg", ["mini", "3b", "7b", "3b-paper", "7b-paper"])
+def test_packaged_config_sets_every_field(arg):
+    """Every field stands in the file, so that each can be set on the command line."""
+    loaded, _ = load_config(f"sft.py:{arg}")
+    made = to_dataclass(loaded, SFTConfig)
+    assert plain(loaded).keys() == {f.name for f in dataclasses.fields(SFTConfig)}
+    assert plain(loaded["optim"]).keys() == plain(made.optim).keys()
+    assert plain(made) == plain(loaded)
+
+
+def test_published_values():
+    """EVisRAG spec 8 (released script) and the paper's table 6."""
+    released = to_dataclass(load_config("sft.py:7b")[0], SFTConfig)
+    assert (released.optim.learning_rate, released.optim.schedule) == (5e-7, "cosine")
+    assert (released.batch, released.optim.warmup_steps, released.epochs) == (64, 200, 1.0)
+    assert released.optim.weight_decay == 0.0 and released.optim.clip_norm == 1.0
+    assert BUDGETS[released.data.budget].max_pixels == 3_920_000
+    largest = released.largest
+    assert largest.prompt_length + largest.response_length == 32000
+    paper = to_dataclass(load_config("sft.py:7b-paper")[0], SFTConfig)
+    assert (paper.batch, paper.optim.warmup_steps, paper.warmup_ratio) == (32, 0, 0.1)
+
+
+def test_unknown_argument_is_refused():
+    with pytest.raises(ConfigError, match="unknown argument '8b'"):
+        load_config("sft.py:8b")
+
+
+def test_prompts_replace_the_buckets_number():
+    made = config(prompts=8)
+    assert made.batch == 8 and {b.prompts for b in made.shapes} == {8}
+    assert made.largest == dataclasses.replace(LARGE, prompts=8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"buckets": ()}, "at least one"),
+        ({"buckets": (SMALL, dataclasses.replace(LARGE, prompts=2))}, "same number of prompts"),
+        ({"buckets": (SMALL, dataclasses.replace(LARGE, images=0))}, "at least as large"),
+        ({"micro": 3}, "micro=3 does not divide the 4"),
+        ({"epochs": 0.0}, "epochs=0.0"),
+        ({"keep": 0}, "keep=0"),
+        ({"eval_every": -1}, "eval_every=-1"),
+    ],
+)
+def test_impossible_settings_are_refused(changes, message):
+    with pytest.raises(SFTConfigError, match=message):
+        config(**changes)
+
+
+def test_words_are_checked():
+    with pytest.raises(SFTConfigError, match="target='text'"):
+        DataSource(target="text")
+    with pytest.raises(ValueError, match="float16 is refused"):
+        ModelSource(compute_dtype="float16")
+    with pytest.raises(ValueError, match="export_dtype"):
+        config(export_dtype="int8")
