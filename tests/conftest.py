@@ -6,7 +6,9 @@
 * A persistent compile cache beside pytest's own, so that a second run compiles little.
 """
 
+import importlib.util
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -29,3 +31,20 @@ if any(name == "evisrag_jax" or name.startswith("evisrag_jax.") for name in sys.
 from jaxtyping import install_import_hook  # noqa: E402
 
 install_import_hook("evisrag_jax", "beartype.beartype")
+
+# Files that cannot even be imported without torch; the header says that they are left out.
+_TORCH = importlib.util.find_spec("torch") is not None
+_NEEDS_TORCH = re.compile(r"^(import torch|from tests\.rl import torch_reference)", re.MULTILINE)
+
+
+def pytest_ignore_collect(collection_path):
+    """Leaves out files of torch references where there is no torch."""
+    if not _TORCH and collection_path.name.startswith("test_") and collection_path.is_file():
+        if _NEEDS_TORCH.search(collection_path.read_text(encoding="utf-8")):
+            return True
+    return None
+
+
+def pytest_report_header():
+    """Says what is not run for want of torch."""
+    return None if _TORCH else "torch is not installed: files with torch references are left out"

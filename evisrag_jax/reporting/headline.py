@@ -201,8 +201,9 @@ def _date(run: RunFolder) -> tuple[str, str]:
             value = (source or {}).get(key)
             if isinstance(value, str) and value:
                 return value, key
-            if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 1e9:
-                return _utc(value), key
+            seconds = finite(value)  # since 1970
+            if seconds is not None and 1e9 < seconds < 1e11:
+                return _utc(seconds), key
     files = [run.path / name for name in run.present if name != "rollouts"]
     written = [file.stat().st_mtime for file in files if file.is_file()]
     return (_utc(max(written)), "last file written") if written else ("", "")

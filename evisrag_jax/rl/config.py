@@ -1,4 +1,8 @@
-"""What an RL run is: one frozen dataclass, with the three named behaviours as presets."""
+"""What an RL run is: frozen dataclasses, with the three named behaviours as presets.
+
+    RLConfig      the objective: sampling, rewards, advantages, loss, optimiser
+    RLRunConfig   one run of it: model, data, static shapes, mesh, how often what is written
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,13 @@ from dataclasses import dataclass, field
 from evisrag_jax.rewards.evisrag import RewardConfig
 from evisrag_jax.rl.filter import FilterConfig
 from evisrag_jax.rl.losses import PolicyLossConfig
+from evisrag_jax.runtime.precision import parse_dtype
+from evisrag_jax.training.batching import Bucket
 from evisrag_jax.training.optimiser import OptimConfig
+from evisrag_jax.training.settings import MeshShape, ModelSource, PromptSource
 
 ESTIMATORS = ("paper", "code", "grpo")
+MAX_TRIES = 1000  # a step's rollouts are numbered below this in their random keys
 
 
 class RLConfigError(ValueError):
@@ -31,7 +39,8 @@ class RLConfig:
     align           "scope" or "index", of the paper's advantages
     scope_match     "char_offsets", or "token_ids" as released
     exact_zero      constant groups get exactly 0 (off: the release's rounding residue)
-    mask_truncated  responses cut at max_tokens take part in rewards but not in the loss
+    mask_truncated  responses cut at max_tokens count in their group's baseline, but none of their
+                    tokens is in the loss, neither in its sum nor in its weight
     reward, loss, filter, optim   see their classes; filter None keeps every group
     tries           rollouts at most to fill P kept groups; then the step trains on those it has
     """
@@ -81,8 +90,78 @@ class RLConfig:
             )
         if self.loss.kl_coef:
             raise RLConfigError("loss.kl_coef needs a reference model, which this trainer has not")
-        if self.tries < 1:
-            raise RLConfigError(f"tries={self.tries} must be at least 1")
+        if not 1 <= self.tries <= MAX_TRIES:
+            raise RLConfigError(f"tries={self.tries} must lie in 1..{MAX_TRIES}")
+        if self.max_tokens < 1:
+            raise RLConfigError(f"max_tokens={self.max_tokens} must be at least 1")
+
+
+@dataclass(frozen=True)
+class RLRunConfig:
+    """One run; the fields of configs/rl.py.
+
+    images, windows, tokens, prompt_length: the batch's static sizes (pages a prompt, windows and
+    merged tokens a page, prompt tokens); P, G and T are those of `rl`.  steps: rollouts, 0 for
+    `epochs` passes over the data.  remat, chunk: see `update.UpdateConfig`.  save_every, log_every:
+    in steps.  eval_every, eval_limit: validation on `data.validation`, in steps and questions (0 =
+    all).  keep: checkpoints kept beside the best.  rollouts_every, rollout_rows: rollouts/ keeps so
+    many prompts of the first, of every so many-th and of the last step.  export: write RUN/model at
+    the end, in export_dtype.
+    """
+
+    model: ModelSource
+    data: PromptSource
+    rl: RLConfig
+    images: int
+    windows: int
+    tokens: int
+    prompt_length: int
+    steps: int = 0
+    epochs: float = 1.0
+    mesh: MeshShape = field(default_factory=MeshShape)
+    seed: int = 0
+    remat: bool = True
+    chunk: int = 2048
+    save_every: int = 20
+    log_every: int = 1
+    eval_every: int = 0
+    eval_limit: int = 0
+    keep: int = 2
+    rollouts_every: int = 1
+    rollout_rows: int = 4
+    tensorboard: bool = True
+    export: bool = True
+    export_dtype: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "save_every", "eval_every", "eval_limit", "rollout_rows"):
+            if getattr(self, name) < 0:
+                raise RLConfigError(f"{name}={getattr(self, name)} must not be negative")
+        for name in ("chunk", "log_every", "keep", "rollouts_every"):
+            if getattr(self, name) < 1:
+                raise RLConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.epochs <= 0:
+            raise RLConfigError(f"epochs={self.epochs} must be positive")
+        if self.eval_every and not self.data.validation:
+            raise RLConfigError(
+                f"eval_every={self.eval_every} needs data.validation, a file of held-out questions "
+                "(eval_every=0 leaves validation out)"
+            )
+        parse_dtype(self.export_dtype, field="export_dtype")
+        self.bucket  # noqa: B018  (refuses sizes that no batch can have)
+
+    @property
+    def bucket(self) -> Bucket:
+        """The one shape of an update's batch."""
+        return Bucket(
+            prompts=self.rl.prompts,
+            images=self.images,
+            windows=self.windows,
+            tokens=self.tokens,
+            prompt_length=self.prompt_length,
+            group=self.rl.group,
+            response_length=self.rl.max_tokens,
+        )
 
 
 def preset(name: str, **changes) -> RLConfig:

@@ -26,6 +26,8 @@ DEFAULT_RULES: Mapping[str, str | None] = {
     "heads": "tensor",
     "kv_heads": "tensor",
     "mlp": "tensor",
+    "head_dim": None,
+    "norm": None,
     "layers": None,
 }
 

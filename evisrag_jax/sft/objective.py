@@ -22,7 +22,7 @@ from jaxtyping import Array, Float
 from evisrag_jax.models.qwen25vl.config import Qwen25VLConfig
 from evisrag_jax.models.qwen25vl.model import cast_params
 from evisrag_jax.runtime import mesh as meshes
-from evisrag_jax.training.accumulate import accumulate
+from evisrag_jax.training.accumulate import accumulate, sum_over
 from evisrag_jax.training.forward import GroupBatch, response_mask, score_responses
 from evisrag_jax.training.optimiser import (
     OptimConfig,
@@ -137,8 +137,12 @@ def sft_loss(
     settings: UpdateConfig,
 ) -> Sums:
     """Sums over one batch, without a gradient: {"nll", "weight", "entropy"}."""
-    total, sums = nll_sum(trainable, batch, frozen, model, settings)
-    return {"nll": total, **sums}
+
+    def one(rows: GroupBatch) -> Sums:
+        total, sums = nll_sum(trainable, rows, frozen, model, settings)
+        return {"nll": total, **sums}
+
+    return sum_over(one, batch, settings.micro)
 
 
 def compile_update(

@@ -36,6 +36,21 @@ def accumulate(
     Raises:
         ValueError: P is not a multiple of micro, or leaves of different P.
     """
+
+    def one(rows: Any) -> tuple[Any, Any, Any]:
+        (total, aux), grads = jax.value_and_grad(objective, has_aux=True)(trainable, rows)
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+        return _keep(grads, shardings), total, aux
+
+    grads, total, aux = sum_over(one, batch, micro)
+    return _keep(grads, shardings), total, aux
+
+
+def sum_over(function: Callable[[Any], Any], batch: Any, micro: int) -> Any:
+    """Σ function(slice) over the slices of a batch, a tree of sums; only one slice is at work.
+
+    Raises ValueError as `accumulate` does.
+    """
     sizes = {leaf.shape[0] for leaf in jax.tree.leaves(batch)}
     if len(sizes) != 1:
         raise ValueError(f"leaves of one batch have {sorted(sizes)} prompts; all need the same")
@@ -46,25 +61,19 @@ def accumulate(
             "choose a divisor"
         )
     slices = prompts // micro
-
-    def place(grads: Any) -> Any:
-        grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
-        return grads if shardings is None else jax.lax.with_sharding_constraint(grads, shardings)
-
-    def one(rows: Any) -> tuple[Any, Any, Any]:
-        (total, aux), grads = jax.value_and_grad(objective, has_aux=True)(trainable, rows)
-        return place(grads), total, aux
-
     if slices == 1:
-        return one(batch)
+        return function(batch)
     cut = jax.tree.map(
         lambda a: jnp.asarray(a).reshape(micro, slices, *a.shape[1:]).swapaxes(0, 1), batch
     )
-    first = jax.tree.map(lambda a: a[0], cut)
-    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(one, first))
+    shapes = jax.eval_shape(function, jax.tree.map(lambda a: a[0], cut))
+    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
 
     def step(sums: Any, rows: Any) -> tuple[Any, None]:
-        return jax.tree.map(jnp.add, sums, one(rows)), None
+        return jax.tree.map(jnp.add, sums, function(rows)), None
 
-    (grads, total, aux), _ = jax.lax.scan(step, (place(zeros[0]), *zeros[1:]), cut)
-    return place(grads), total, aux
+    return jax.lax.scan(step, zeros, cut)[0]
+
+
+def _keep(grads: Any, shardings: Any) -> Any:
+    return grads if shardings is None else jax.lax.with_sharding_constraint(grads, shardings)

@@ -46,6 +46,7 @@ def score_responses(
     config: Qwen25VLConfig,
     batch: GroupBatch,
     *,
+    features: Float[Array, "P IM D"] | None = None,
     temperature: float | Float[Array, ""] = 1.0,
     train_vision: bool = False,
     remat: bool = True,
@@ -54,10 +55,10 @@ def score_responses(
     """Log-prob and entropy of every response token, [P, G, T] float32 (padding positions included).
 
     logits are divided by the sampling temperature, so that on-policy ratios are 1 (EVisRAG spec 4.4).
-    With `train_vision` false no gradient reaches the tower, and none of it is kept for one.
+    With `train_vision` false no gradient reaches the tower, and none of it is kept for one. Image
+    features that are there already may be given instead of encoding `batch.images`.
     """
-    features = None
-    if batch.images is not None:
+    if features is None and batch.images is not None:
         features = model.encode_images(params, config, batch.images, remat=train_vision and remat)
         if not train_vision:
             features = jax.lax.stop_gradient(features)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from evisrag_jax.data.miniworld.draw import cell_labels, draw_page, random_page
+from evisrag_jax.data.miniworld.draw import PageSpec, cell_labels, draw_page, random_page
 from evisrag_jax.data.miniworld.world import ENTITIES, FIELDS, VALUES, stream
 from evisrag_jax.models.qwen25vl import vision as tower
 from experiments.mini.shapes import VISION, page_arrays, prefetch
@@ -30,6 +30,12 @@ _TITLE = {w: i for i, w in enumerate(ENTITIES)}
 PAGES, LEARNING_RATE = 64, 1.5e-3
 
 
+def page_labels(spec: PageSpec) -> np.ndarray:
+    """Labels [word, place, page] of each merged token in reading order, -1 for none: int [3, M]."""
+    grids = zip(cell_labels(spec), (_WORD, _FIELD, _TITLE), strict=True)
+    return np.array([[-1 if w is None else ids[w] for w in grid.ravel()] for grid, ids in grids])
+
+
 def make_batch(seed: int, step: int, pages: int = PAGES) -> dict[str, np.ndarray]:
     """`pages` fresh pages of the "reader" split: pixels and the three label grids (-1 = no label)."""
     pixels, labels = [], []
@@ -37,8 +43,7 @@ def make_batch(seed: int, step: int, pages: int = PAGES) -> dict[str, np.ndarray
         rng = stream(seed, "reader", step * pages + i, task=2)
         spec = random_page(rng, ENTITIES[rng.integers(len(ENTITIES))])
         pixels.append(draw_page(spec, rng)[0])
-        grids = zip(cell_labels(spec), (_WORD, _FIELD, _TITLE), strict=True)
-        labels.append([[-1 if w is None else ids[w] for w in grid.ravel()] for grid, ids in grids])
+        labels.append(page_labels(spec))
     word, place, page = np.moveaxis(np.asarray(labels, np.int32), 1, 0)
     return {"pixels": np.stack(pixels), "word": word, "place": place, "page": page}
 
@@ -126,22 +131,3 @@ def train(seed: int, steps: int, log: Path, *, report_every: int = 100) -> dict:
                 file.flush()
                 print(row, flush=True)
     return jax.device_get(params)
-
-
-def main() -> None:
-    import argparse
-
-    import orbax.checkpoint as ocp
-
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=2500)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    params = train(args.seed, args.steps, args.out / "reader.jsonl")
-    with ocp.StandardCheckpointer() as saver:
-        saver.save((args.out / "reader").absolute(), params, force=True)
-
-
-if __name__ == "__main__":
-    main()

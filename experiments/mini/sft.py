@@ -1,11 +1,14 @@
-"""Stage 2: the decoder learns the four sections on generated episodes; the tower stays as it is.
+"""Stages 2 and 3: the decoder learns the four sections, first alone, then together with the tower.
 
-A mixture of full questions and two short reading exercises ("read page k", "which page shows X"),
-whose share falls from one half to a tenth. Fresh pages every step; only the "train" split is asked.
+In stage 2 the tower stays as it is. In stage 3 everything trains, and the reader's losses keep the
+tower reading; its word table is then the tied embedding itself. Episodes are a mixture of full
+questions and two short reading exercises ("read page k", "which page shows X"), whose share falls
+from one half to a tenth. Fresh pages every step; only the "train" split is asked.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import time
@@ -17,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from evisrag_jax.data.miniworld.episodes import Episode, episode, reading_task
+from evisrag_jax.data.miniworld.episodes import COMPARE_GAP, Episode, episode, reading_task
 from evisrag_jax.data.miniworld.world import stream
 from evisrag_jax.models.qwen25vl import model
 from evisrag_jax.models.qwen25vl.config import Qwen25VLConfig
@@ -25,11 +28,12 @@ from evisrag_jax.prompts.chat import build_prompt
 from evisrag_jax.prompts.positions import mrope_positions
 from evisrag_jax.prompts.tokenizer import SpecialIds, encode_plain
 from evisrag_jax.training.forward import GroupBatch, response_mask, score_responses
-from experiments.mini.reader import WORDS
-from experiments.mini.shapes import GRID, mini_config, page_arrays, prefetch
+from experiments.mini.reader import WORDS, page_labels, reader_losses
+from experiments.mini.shapes import GRID, page_arrays, prefetch
 
 PROMPTS, PAGES, LENGTH, RESPONSE = 32, 3, 96, 48
-LEARNING_RATE = 1.5e-3
+QUESTION_SHARES = {"lookup": 0.35, "compare": 0.40, "absent_page": 0.10, "absent_field": 0.15}
+LEARNING_RATE, JOINT_RATE, TOWER_SHARE, READING_WEIGHT = 1.5e-3, 1.2e-3, 0.6, 0.5
 PAGE_TOKENS = GRID[0] * GRID[1] // 4
 
 
@@ -69,6 +73,9 @@ def make_batch(layout: Layout, episodes: list[Episode]) -> dict[str, np.ndarray]
         "image_index": np.full((P, LENGTH), -1, np.int32),
         "next_position": np.zeros(P, np.int32),
         "pixels": np.full((P, PAGES, *episodes[0].images.shape[1:]), 255, np.uint8),
+        "word": np.full((P, PAGES, PAGE_TOKENS), -1, np.int32),
+        "place": np.full((P, PAGES, PAGE_TOKENS), -1, np.int32),
+        "page": np.full((P, PAGES, PAGE_TOKENS), -1, np.int32),
         "response": np.full((P, 1, RESPONSE), layout.special.endoftext, np.int32),
         "response_lengths": np.zeros((P, 1), np.int32),
     }
@@ -80,6 +87,8 @@ def make_batch(layout: Layout, episodes: list[Episode]) -> dict[str, np.ndarray]
         batch["lengths"][i], batch["next_position"][i] = len(ids), following
         batch["image_index"][i, slots] = np.arange(n * PAGE_TOKENS)
         batch["pixels"][i, :n] = e.images
+        for k, spec in enumerate(e.pages):
+            batch["word"][i, k], batch["place"][i, k], batch["page"][i, k] = page_labels(spec)
         answer = [*layout.tok.encode(e.response, add_special_tokens=False), layout.special.im_end]
         batch["response"][i, 0, : len(answer)] = answer
         batch["response_lengths"][i, 0] = len(answer)
@@ -100,15 +109,38 @@ def group_batch(batch: dict) -> GroupBatch:
     )
 
 
-def draw_episodes(seed: int, step: int, reading_share: float) -> list[Episode]:
-    """Mostly three pages; the shorter prompts keep the page number from being a fixed place."""
+def draw_episodes(seed: int, step: int, exercises: float) -> list[Episode]:
+    """Mostly questions on three pages; the shorter prompts keep a page's number from being a place.
+
+    A share `exercises` of the rows are reading exercises and, half as often again, rows of numbers.
+    """
     rng = stream(seed, "train", step, task=7)
     episodes = []
     for i in range(PROMPTS):
         n = 3 if rng.random() < 0.8 else int(rng.integers(1, 3))
-        make = reading_task if rng.random() < reading_share else episode
-        episodes.append(make(seed, "train", step * PROMPTS + i, n_pages=n))
+        index, kind = step * PROMPTS + i, rng.random()
+        if kind < exercises:
+            episodes.append(reading_task(seed, "train", index, n_pages=n))
+        elif kind < 1.5 * exercises:
+            episodes.append(number_task(seed, index))
+        else:
+            episodes.append(episode(seed, "train", index, n_pages=n, shares=QUESTION_SHARES))
     return episodes
+
+
+def number_task(seed: int, index: int, pairs: int = 7) -> Episode:
+    """Seven pairs of numbers, the larger one first in the response: the order of the numbers is
+    learned far more cheaply here than from one comparison a question."""
+    rng = stream(seed, "train", index, task=8)
+    asked = []
+    while len(asked) < pairs:
+        a, b = (int(v) for v in rng.integers(10, 100, 2))
+        if abs(a - b) >= COMPARE_GAP:
+            asked.append((a, b))
+    question = "Which is more , " + " , ".join(f"{a} or {b}" for a, b in asked) + " ?"
+    response = " , ".join(f"{max(pair)} is more than {min(pair)}" for pair in asked)
+    page = reading_task(seed, "train", index, n_pages=1)
+    return dataclasses.replace(page, question=question, response=f" {response}", kind="number")
 
 
 def init_from_reader(config: Qwen25VLConfig, reader: dict, word_ids: dict[str, int], seed: int):
@@ -123,55 +155,108 @@ def init_from_reader(config: Qwen25VLConfig, reader: dict, word_ids: dict[str, i
     return params
 
 
-def sft_loss(trainable, vision, config, batch):
-    """(sum of -log p) / (number of trained tokens), and the token accuracy's inputs."""
-    params = {"text": trainable, "vision": vision}
+def sft_loss(trainable, fixed, config, batch, word_rows):
+    """(sum of -log p) / (number of trained tokens), plus the reader's losses in stage 3.
+
+    `trainable` holds "text" and, in stage 3, "vision" and the reader's "heads"; `fixed` the rest.
+    """
+    params = {**fixed, **trainable}
+    joint = "vision" in trainable
     groups = group_batch(batch)
     mask = response_mask(groups.lengths, groups.tokens.shape[2])
-    logp = score_responses(params, config, groups, remat=False).logp
-    return -jnp.sum(logp * mask) / jnp.maximum(jnp.sum(mask), 1)
+    model_params = {"text": params["text"], "vision": params["vision"]}
+    features = model.encode_images(model_params, config, groups.images)
+    logp = score_responses(model_params, config, groups, features=features, remat=False).logp
+    loss = -jnp.sum(logp * mask) / jnp.maximum(jnp.sum(mask), 1)
+    if not joint:
+        return loss, {"loss": loss}
+    features = features.reshape(-1, PAGE_TOKENS, features.shape[-1])
+    labels = {k: batch[k].reshape(-1, PAGE_TOKENS) for k in ("word", "place", "page")}
+    heads = params["heads"]
+    words = params["text"]["embed"]["embedding"][word_rows]
+    words = jnp.concatenate([words, heads["blank"]])
+    reading, read = reader_losses(features, words, heads["place"], heads["page"], labels)
+    return loss + READING_WEIGHT * reading, {"loss": loss, "reading": reading} | {
+        f"read_{k}": v for k, v in read.items()
+    }
 
 
-def train(config, tok, params, seed: int, steps: int, log: Path, out: Path, *, keep=()) -> dict:
-    """Runs the stage, evaluating and saving at the steps in `keep`; returns the parameters."""
-    from experiments.mini.skills import skill_table
+def optimiser(rate: float, steps: int) -> optax.GradientTransformation:
+    """AdamW on a cosine, the tower at a share of the rate."""
 
-    layout = Layout(tok)
-    warm = optax.warmup_cosine_decay_schedule(0.0, LEARNING_RATE, 100, steps, 0.05 * LEARNING_RATE)
-    tx = optax.chain(
-        optax.clip_by_global_norm(1.0),
-        optax.adamw(
-            warm,
+    def adamw(peak):
+        return optax.adamw(
+            optax.warmup_cosine_decay_schedule(0.0, peak, 100, steps, 0.05 * peak),
             b1=0.9,
             b2=0.98,
             weight_decay=0.01,
             mask=functools.partial(jax.tree.map, lambda a: a.ndim > 1),
-        ),
-    )
-    text, vision = params["text"], params["vision"]
-    state = tx.init(text)
+        )
+
+    rates = {"text": adamw(rate), "vision": adamw(TOWER_SHARE * rate), "heads": adamw(rate)}
+
+    def label(tree):
+        return {part: jax.tree.map(lambda _: part, leaves) for part, leaves in tree.items()}  # noqa: B023
+
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.multi_transform(rates, label))
+
+
+def train(
+    config,
+    tok,
+    params,
+    seed: int,
+    steps: int,
+    log: Path,
+    out: Path,
+    *,
+    heads=None,
+    start=0,
+    keep=(),
+) -> dict:
+    """Runs stage 2, or 3 when the reader's `heads` are given, for `steps` updates.
+
+    `start` is the number of updates before it: data and step numbers go on from there. Parameters
+    are saved as out/sft-STEP at the steps in `keep`, with "heads" in stage 3.
+    """
+    from experiments.mini import tokenizer
+    from experiments.mini.skills import skill_table
+
+    layout = Layout(tok)
+    trainable = {"text": params["text"]}
+    fixed = {"vision": params["vision"]}
+    if heads is not None:
+        trainable, fixed = {**trainable, "vision": params["vision"], "heads": heads}, {}
+    tx = optimiser(LEARNING_RATE if heads is None else JOINT_RATE, steps)
+    state = tx.init(trainable)
+    ids = tokenizer.word_ids()
+    word_rows = jnp.asarray([ids[word] for word in WORDS])
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def update(text, state, vision, batch):
-        loss, grads = jax.value_and_grad(sft_loss)(text, vision, config, batch)
-        changes, state = tx.update(grads, state, text)
-        return optax.apply_updates(text, changes), state, loss
+    def update(trainable, state, fixed, batch):
+        grad = jax.value_and_grad(sft_loss, has_aux=True)
+        (_, metrics), grads = grad(trainable, fixed, config, batch, word_rows)
+        changes, state = tx.update(grads, state, trainable)
+        return optax.apply_updates(trainable, changes), state, metrics
 
     def make(step):
-        share = 0.5 + (0.1 - 0.5) * min(1.0, step / (0.4 * steps))
+        share = 0.5 + (0.1 - 0.5) * min(1.0, step / 1000)
         return make_batch(layout, draw_episodes(seed, step, share))
 
-    started, batches = time.monotonic(), prefetch(make, 0)
+    started, batches = time.monotonic(), prefetch(make, start)
     history = defaultdict(list)
     with log.open("a", encoding="utf-8") as file:
-        for step in range(1, steps + 1):
-            text, state, loss = update(text, state, vision, next(batches))
-            history["loss"].append(loss)
-            if step % 100 == 0 or step == steps:
-                row = {"stage": "sft", "step": step, "seconds": time.monotonic() - started}
-                row["loss"] = float(np.mean(jax.device_get(history.pop("loss"))))
-                if step % 200 == 0 or step == steps or step in keep:
-                    row |= skill_table({"text": text, "vision": vision}, config, layout)
+        for step in range(start + 1, start + steps + 1):
+            trainable, state, metrics = update(trainable, state, fixed, next(batches))
+            for name, value in metrics.items():
+                history[name].append(value)
+            now = {**fixed, **trainable}
+            if step % 100 == 0 or step == start + steps or step in keep:
+                row = {"stage": "sft" if heads is None else "joint", "step": step}
+                row["seconds"] = time.monotonic() - started
+                row |= {k: float(np.mean(jax.device_get(v))) for k, v in history.items()}
+                history.clear()
+                row |= skill_table(now, config, layout)
                 file.write(json.dumps(row) + "\n")
                 file.flush()
                 print(
@@ -179,8 +264,8 @@ def train(config, tok, params, seed: int, steps: int, log: Path, out: Path, *, k
                     flush=True,
                 )
             if step in keep:
-                save(out / f"sft-{step}", {"text": text, "vision": vision})
-    return {"text": text, "vision": vision}
+                save(out / f"sft-{step}", now)
+    return now
 
 
 def save(folder: Path, params) -> None:
@@ -208,29 +293,3 @@ def special_ids(tok) -> dict[str, int]:
         "vision_start": special.vision_start,
         "vision_end": special.vision_end,
     }
-
-
-def main() -> None:
-    import argparse
-
-    from evisrag_jax.prompts.tokenizer import load_tokenizer
-    from experiments.mini import tokenizer
-
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=3000)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    tokenizer.build(args.out / "tokenizer")
-    tok = load_tokenizer(args.out / "tokenizer")
-    config = mini_config(len(tok), special_ids(tok))
-    params = init_from_reader(config, load(args.out / "reader"), tokenizer.word_ids(), args.seed)
-    keep = set(range(500, args.steps + 1, 250))
-    params = train(
-        config, tok, params, args.seed, args.steps, args.out / "sft.jsonl", args.out, keep=keep
-    )
-    save(args.out / "sft", params)
-
-
-if __name__ == "__main__":
-    main()

@@ -23,6 +23,10 @@ from tests.rl import torch_reference as reference
 TOLERANCE = {"rtol": 2e-6, "atol": 2e-6}  # float32
 
 
+terms_of = jax.jit(batch_policy_loss, static_argnames="cfg")
+combined = jax.jit(combine, static_argnames="cfg")
+
+
 def arrays(data):
     """logp, old, token advantages and masks of a random batch."""
     adv = data["rewards"][..., None] * data["mask"]
@@ -35,8 +39,8 @@ def loss_and_grad(logp, old, adv, mask, cfg):
 
     def loss(logp):
         terms = batch_policy_loss(logp, old, adv, mask, cfg)
-        combined = combine(terms.sum, terms.weight, cfg)
-        return combined.loss, (combined, terms)
+        whole = combine(terms.sum, terms.weight, cfg)
+        return whole.loss, (whole, terms)
 
     (_, aux), grad = jax.value_and_grad(loss, has_aux=True)(logp)
     return aux, grad
@@ -127,14 +131,14 @@ def test_b53_released_divisor_depends_on_the_split(batch):
     data = batch(4)
     data["rewards"][0, :, 2:] = 0.0
     cfg = PolicyLossConfig(channel_divisor="nonzero_count", divisor_scope="micro")
-    terms = batch_policy_loss(*arrays(data), cfg)
-    by_prompt = combine(terms.sum, terms.weight, cfg)
-    at_once = combine(terms.sum.sum(0)[None], terms.weight.sum(0)[None], cfg)
+    terms = terms_of(*arrays(data), cfg)
+    by_prompt = combined(terms.sum, terms.weight, cfg)
+    at_once = combined(terms.sum.sum(0)[None], terms.weight.sum(0)[None], cfg)
     assert abs(float(by_prompt.loss - at_once.loss)) > 1e-3
     same = PolicyLossConfig(channel_divisor="nonzero_count")
     np.testing.assert_allclose(
-        combine(terms.sum, terms.weight, same).loss,
-        combine(terms.sum.sum(0)[None], terms.weight.sum(0)[None], same).loss,
+        combined(terms.sum, terms.weight, same).loss,
+        combined(terms.sum.sum(0)[None], terms.weight.sum(0)[None], same).loss,
         rtol=1e-5,
     )
 
@@ -191,7 +195,7 @@ def test_metrics_are_masked_means(batch):
     data = batch(8, spread=1.5)
     cfg = PolicyLossConfig(dual_clip=3.0)
     response = jnp.asarray(data["response"])
-    terms = batch_policy_loss(*arrays(data), cfg, response_mask=response)
+    terms = terms_of(*arrays(data), cfg, response_mask=response)
     got = {name: float(value) for name, value in metric_means(terms.metrics).items()}
     d = (data["logp"] - data["old"]).astype(np.float64)
     a = data["rewards"][..., None] * data["mask"]
@@ -204,7 +208,7 @@ def test_metrics_are_masked_means(batch):
         "clipfrac_lower": dual[data["mask"]].mean(),
     }
     assert got == pytest.approx(want, abs=2e-6) and got["clipfrac_lower"] > 0
-    plain = batch_policy_loss(*arrays(data), PolicyLossConfig())
+    plain = terms_of(*arrays(data), PolicyLossConfig())
     assert float(metric_means(plain.metrics)["clipfrac_lower"]) == 0.0
 
 
@@ -223,7 +227,7 @@ def test_kl_term_is_added_once(batch, average):
         )
         return combine(terms.sum, terms.weight, cfg, kl=terms.metrics["kl"]).loss
 
-    got, grad = jax.value_and_grad(loss)(logp)
+    got, grad = jax.jit(jax.value_and_grad(loss))(logp)
     leaf = reference.tensor(data["logp"]).requires_grad_()
     tensors = [reference.tensor(data[key]) for key in ("old", "mask", "response")]
     adv_t = reference.tensor(data["rewards"])[..., None].expand(tensors[1].shape)

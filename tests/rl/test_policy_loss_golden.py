@@ -137,15 +137,11 @@ def test_golden_two_ranks(golden, bits):
     ranks = [loss for rank in want["ranks"] for loss in rank["micro_losses"]]
     np.testing.assert_allclose(got.micro * len(want["ranks"]), ranks, **TOLERANCE)
     # one rank at a time, told the totals of both
-    terms = batch_policy_loss(*arrays[:4], PolicyLossConfig.code())
+    code = PolicyLossConfig.code()
+    terms = jax.jit(batch_policy_loss, static_argnames="cfg")(*arrays[:4], code)
     half = len(terms.sum) // 2
     for rank, rows in enumerate((slice(0, half), slice(half, None))):
-        part = combine(
-            terms.sum[rows],
-            terms.weight[rows],
-            PolicyLossConfig.code(),
-            totals=terms.weight.sum(0),
-        )
+        part = combine(terms.sum[rows], terms.weight[rows], code, totals=terms.weight.sum(0))
         np.testing.assert_allclose(part.micro * 2, want["ranks"][rank]["micro_losses"], **TOLERANCE)
 
 

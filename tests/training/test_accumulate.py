@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from evisrag_jax.runtime.mesh import batch_sharding, make_mesh
-from evisrag_jax.training.accumulate import accumulate
+from evisrag_jax.training.accumulate import accumulate, sum_over
 
 
 def objective(w, rows):
@@ -39,6 +39,14 @@ def test_any_micro_size_gives_the_gradient_of_the_sum(case):
         np.testing.assert_allclose(value, total, rtol=1e-6)
         np.testing.assert_allclose(sums["first"], aux["first"], rtol=1e-6)
         assert int(sums["weight"]) == int(aux["weight"]) == 23
+
+
+def test_sums_without_a_gradient(case):
+    w, batch = case
+    total, aux = sum_over(lambda rows: objective(w, rows), batch, 2)
+    expected, _ = objective(w, batch)
+    np.testing.assert_allclose(total, expected, rtol=1e-6)
+    assert int(aux["weight"]) == 23
 
 
 @pytest.mark.parametrize(("devices", "micro"), [(1, 2), (2, 4), (4, 4), (8, 8), (8, 2)])

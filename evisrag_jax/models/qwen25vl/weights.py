@@ -204,18 +204,23 @@ def save_params(
 def _write_shards(folder: Path, shards: list[dict[str, np.ndarray]]) -> None:
     for old in (folder / SINGLE, folder / INDEX, *folder.glob("model-?????-of-?????.safetensors")):
         old.unlink(missing_ok=True)
-    metadata = {"format": "pt"}
     if len(shards) == 1:
-        save_file(shards[0], folder / SINGLE, metadata=metadata)
+        write_tensors(folder / SINGLE, shards[0])
         return
     weight_map, total = {}, 0
     for i, shard in enumerate(shards):
         file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-        save_file(shard, folder / file, metadata=metadata)
+        write_tensors(folder / file, shard)
         weight_map |= dict.fromkeys(shard, file)
         total += sum(tensor.nbytes for tensor in shard.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def write_tensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
+    """A safetensors file beside a config.json, readable by whoever may read that."""
+    save_file(tensors, path, metadata={"format": "pt"})  # creates the file with mode 600
+    shutil.copymode(path.with_name("config.json"), path)
 
 
 def _leaf(tree, path: tuple[str, ...]):

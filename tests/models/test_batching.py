@@ -1,0 +1,204 @@
+"""What stands beside a prompt in its batch, or behind it as padding, must not change it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from evisrag_jax.models.qwen25vl import model
+from evisrag_jax.models.qwen25vl.text import unstack_kv
+from tests.models.tiny import (
+    Shape,
+    largest,
+    loss_and_grads,
+    loss_weights,
+    make_batch,
+    make_row,
+    noise_picture,
+    run,
+    torch_inputs,
+    torch_logits,
+)
+
+LOGITS = 1e-4
+SHAPE = Shape(length=64, images=2, windows=2, tokens=20)
+
+
+@pytest.fixture(scope="module")
+def rows(untied):
+    """A has two pictures, B one, C none."""
+    return [
+        make_row(untied, 41, (56, 84), (140, 112)),
+        make_row(untied, 42, (112, 112)),
+        make_row(untied, 43, text=12),
+    ]
+
+
+def logits_of(pair, rows, shape=SHAPE):
+    """Logits [L, V] of every row's real tokens, one batch."""
+    logits = np.asarray(run(pair.params, pair.config, *make_batch(pair, rows, shape))[0])
+    return [logits[p, : len(row.prompt.ids)] for p, row in enumerate(rows)]
+
+
+def test_b17_rows_of_a_batch_do_not_mix(untied, rows):
+    """Batched equal single, whatever the order and the size of the batch; so do the answers."""
+    single = [logits_of(untied, [row])[0] for row in rows]
+    for order in ((0, 1, 2), (2, 1, 0), (1, 0)):
+        together = logits_of(untied, [rows[i] for i in order])
+        for i, ours in zip(order, together, strict=True):
+            assert largest(ours, single[i]) <= LOGITS
+            assert (ours.argmax(-1) == single[i].argmax(-1)).all()
+
+
+def test_b17_another_picture_changes_only_its_row(untied, rows):
+    import dataclasses
+
+    from evisrag_jax.pages.patches import make_patches
+    from tests.models.tiny import BUDGET
+
+    before = logits_of(untied, rows[:2])
+    other = make_patches(noise_picture(99, 112, 112), untied.layout, BUDGET)
+    after = logits_of(untied, [rows[0], dataclasses.replace(rows[1], pages=(other,))])
+    np.testing.assert_array_equal(before[0], after[0])
+    start = rows[1].prompt.image_slot.argmax()
+    np.testing.assert_array_equal(before[1][:start], after[1][:start])
+    assert (before[1][start:] != after[1][start:]).any(-1).all()
+
+
+def test_b17_repeated_prompts_keep_their_pictures(untied, rows):
+    """A, A, B, B: pictures A1 A2 A1 A2 B1 B1 stay with their prompts."""
+    a, b = logits_of(untied, rows[:2])
+    for ours, expected in zip(
+        logits_of(untied, [rows[0], rows[0], rows[1], rows[1]]), (a, a, b, b), strict=True
+    ):
+        assert largest(ours, expected) <= LOGITS
+
+
+def test_b18_text_rows(untied, rows):
+    """Beside a row with pictures, and alone with an image bucket or with none at all."""
+    text = rows[2]
+    np.testing.assert_array_equal(text.prompt.positions, np.tile(np.arange(12), (3, 1)))
+    with torch.no_grad():
+        expected = torch_logits(untied, text)
+    assert largest(logits_of(untied, [rows[0], text])[1], expected) <= LOGITS
+    prompt, images = make_batch(untied, [text], SHAPE)
+    for pictures in (images, None, type(images)(*(a[:, :0] for a in images))):
+        logits = run(untied.params, untied.config, prompt, pictures)[0]
+        assert largest(logits[0, :12], expected) <= LOGITS
+
+
+@pytest.mark.parametrize("bucket", [True, False], ids=["masked_images", "no_images"])
+def test_b18_a_text_batch_has_no_vision_gradient(untied, rows, bucket):
+    """The gradient of the tower is exactly 0 and finite, that of the decoder is not."""
+    text = [rows[2], make_row(untied, 44, text=5)]
+    prompt, images = make_batch(untied, text, SHAPE)
+    weights = loss_weights(text, SHAPE.length)
+    loss, grads = loss_and_grads(
+        untied.params, untied.config, prompt, images if bucket else None, weights
+    )
+    assert np.isfinite(loss)
+    assert all(not np.asarray(leaf).any() for leaf in jax.tree.leaves(grads["vision"]))
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
+    assert np.abs(grads["text"]["layers"]["q"]["kernel"]).max() > 0
+
+
+@pytest.mark.parametrize("pads", [7, 50])
+def test_b23_padding_on_the_right(untied, rows, pads):
+    """Logits with 7 and 50 pads equal the unpadded run's."""
+    for row in (rows[0], rows[2]):
+        size = len(row.prompt.ids)
+        exact = Shape(length=size, images=2, windows=2, tokens=20)
+        padded = Shape(length=size + pads, images=2, windows=2, tokens=20)
+        alone = logits_of(untied, [row], exact)[0]
+        assert largest(logits_of(untied, [row], padded)[0], alone) <= LOGITS
+
+
+@functools.partial(jax.jit, static_argnames=("config", "steps"))
+def greedy(params, config, prompt, images, steps):
+    """`steps` greedy tokens [P, steps] by cached decode, at next_position + t."""
+    features = model.encode_images(params, config, images)
+    hidden, kv = model.prefill(params, config, prompt, features)
+    kv = unstack_kv(kv)
+    layers = model.unstack_layers(params)
+    first = model.logits(params, config, model.last_hidden(hidden, prompt.lengths)).argmax(-1)
+    P = len(first)
+    out = jnp.zeros((P, steps), jnp.int32).at[:, 0].set(first)
+    suffix = model.empty_suffix(config, P, 1, steps, hidden.dtype)
+
+    def step(t, state):
+        out, suffix = state
+        token = jax.lax.dynamic_index_in_dim(out, t - 1, axis=1)
+        position = (prompt.next_position + t - 1)[:, None, None]
+        hidden, suffix = model.extend(
+            layers, config, token[..., None], position, prompt.lengths, kv, suffix, t - 1
+        )
+        token = model.logits(params, config, hidden[:, 0, 0]).argmax(-1).astype(jnp.int32)
+        return jax.lax.dynamic_update_index_in_dim(out, token, t, axis=1), suffix
+
+    return jax.lax.fori_loop(1, steps, step, (out, suffix))[0]
+
+
+def torch_greedy(pair, row, steps):
+    """The same tokens by a full torch forward for each, positions from torch's own index."""
+    inputs = torch_inputs(row)
+    size = inputs["input_ids"].shape[1]
+    with torch.no_grad():
+        for _ in range(steps):
+            token = pair.torch(**inputs).logits[:, -1].argmax(-1)[:, None]
+            inputs["input_ids"] = torch.cat([inputs["input_ids"], token], 1)
+            if "mm_token_type_ids" in inputs:
+                kinds = inputs["mm_token_type_ids"]
+                inputs["mm_token_type_ids"] = torch.cat([kinds, kinds[:, :1] * 0], 1)
+    return inputs["input_ids"][0, size:].numpy()
+
+
+def test_b20_b22_positions_after_a_picture(untied):
+    """Grid (4, 6) after four tokens: offset -3, the first response token stands at 10."""
+    row = make_row(untied, 45, (56, 84), text=3)
+    expected = np.array(
+        [
+            [0, 1, 2, 3, 4, 4, 4, 4, 4, 4, 7, 8, 9, 10],
+            [0, 1, 2, 3, 4, 4, 4, 5, 5, 5, 7, 8, 9, 10],
+            [0, 1, 2, 3, 4, 5, 6, 4, 5, 6, 7, 8, 9, 10],
+        ]
+    )
+    np.testing.assert_array_equal(row.prompt.positions, expected)
+    inputs = torch_inputs(row)
+    kinds, grid = inputs["mm_token_type_ids"], inputs["image_grid_thw"]
+    theirs, delta = untied.torch.model.get_rope_index(
+        inputs["input_ids"], mm_token_type_ids=kinds, image_grid_thw=grid
+    )
+    np.testing.assert_array_equal(theirs[:, 0], expected)
+    assert row.prompt.next_position == 14 + int(delta[0, 0]) == 11
+
+
+def test_b22_cached_greedy_equals_full_forwards(untied, rows):
+    """32 tokens by cached decode against torch's full forward for each; then another prompt."""
+    two, text = rows[0], rows[2]
+    prompt, images = make_batch(untied, [two, text], SHAPE)
+    ours = np.asarray(greedy(untied.params, untied.config, prompt, images, 32))
+    np.testing.assert_array_equal(ours[0], torch_greedy(untied, two, 32))
+    np.testing.assert_array_equal(ours[1], torch_greedy(untied, text, 32))
+    assert len(set(ours[0].tolist())) > 4
+    # The same compiled function, prompts swapped: nothing of the first call is left behind.
+    prompt, images = make_batch(untied, [text, two], SHAPE)
+    again = np.asarray(greedy(untied.params, untied.config, prompt, images, 32))
+    np.testing.assert_array_equal(again, ours[::-1])
+
+
+@pytest.mark.parametrize("pads", [7, 50])
+def test_b23_greedy_with_padding(untied, rows, pads):
+    size = len(rows[0].prompt.ids)
+    texts = [
+        greedy(
+            untied.params,
+            untied.config,
+            *make_batch(untied, rows[:1], Shape(size + extra, 2, 2, 20)),
+            16,
+        )
+        for extra in (0, pads)
+    ]
+    np.testing.assert_array_equal(*texts)
