@@ -9,11 +9,7 @@ mini        8      none       sizes of the mini model and its pages; about a min
 …-paper     32     a tenth    the paper's table of SFT settings
 """
 
-from pathlib import Path
-
 from ml_collections import ConfigDict
-
-import evisrag_jax
 
 ARGUMENTS = ("mini", "3b", "7b", "3b-paper", "7b-paper")
 
@@ -26,9 +22,8 @@ def get_config(arg: str = "mini") -> ConfigDict:
 
 
 def _mini() -> ConfigDict:
-    model = Path(evisrag_jax.__file__).parent / "assets" / "mini-sft"
     return _config(
-        model=str(model),
+        model="mini-sft",
         template="mini",
         budget="",
         # Pages of 140 x 112 pixels: 5 x 4 merged tokens, 3 x 2 windows of 56 pixels.

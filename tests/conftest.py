@@ -39,10 +39,9 @@ _NEEDS_TORCH = re.compile(r"^(import torch|from tests\.rl import torch_reference
 
 def pytest_ignore_collect(collection_path):
     """Leaves out files of torch references where there is no torch."""
-    if not _TORCH and collection_path.name.startswith("test_") and collection_path.is_file():
-        if _NEEDS_TORCH.search(collection_path.read_text(encoding="utf-8")):
-            return True
-    return None
+    if _TORCH or not collection_path.match("test_*.py"):
+        return None
+    return bool(_NEEDS_TORCH.search(collection_path.read_text(encoding="utf-8"))) or None
 
 
 def pytest_report_header():

@@ -2,12 +2,15 @@
 
     pages and questions (PNG, JSONL) ─► evaluate mini-sft ─► RS-GRPO ─► evaluate again ─► report.html
 
-OUT is the run folder of the RL run; OUT/data, OUT/before and OUT/after stand beside its files.
+OUT is the run folder of the RL run; OUT/data, OUT/before and OUT/after stand beside its files. A
+quickstart that was stopped goes on with the same command.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,18 +29,20 @@ def run(argv: Sequence[str]) -> int:
         argv, command="quickstart", summary=SUMMARY, usage="[--out DIR] [--seed N]", define=_flags
     )
     flags = parsed.flags
+    if parsed.args:
+        raise ConfigError(f"quickstart takes no positional arguments, got {' '.join(parsed.args)}")
     if flags.questions < 1 or flags.steps < 1:
         raise ConfigError("--questions and --steps must be at least 1")
     out = parsed.out or Path("evisrag-quickstart")
-    if (out / "summary.json").exists():
-        raise ConfigError(f"{out}: holds a finished run; choose another --out")
+    if _finished(out):
+        raise ConfigError(f"{out}: holds a finished quickstart; choose another --out")
     summary = quickstart(
         out, seed=flags.seed, steps=flags.steps, questions=flags.questions, facts=parsed.facts()
     )
     _table(summary)
     report = (out / "report.html").resolve()
     print(f"report   {report}")
-    if flags.open:
+    if _has_screen() if flags.open is None else flags.open:
         import webbrowser
 
         webbrowser.open(report.as_uri())
@@ -50,7 +55,26 @@ def _flags(values: Any) -> None:
     flags.DEFINE_integer("seed", 0, "of the training data and of sampling", flag_values=values)
     flags.DEFINE_integer("steps", 60, "RS-GRPO steps", flag_values=values)
     flags.DEFINE_integer("questions", 200, "held-out questions", flag_values=values)
-    flags.DEFINE_bool("open", False, "show the report in the web browser", flag_values=values)
+    flags.DEFINE_bool(
+        "open", None, "show the report in a web browser (default: on a desktop)", flag_values=values
+    )
+
+
+def _finished(out: Path) -> bool:
+    """Whether the folder holds a whole quickstart (the RL run inside it writes a summary too)."""
+    from evisrag_jax.runtime.json_files import read_json
+
+    summary = out / "summary.json"
+    return summary.is_file() and read_json(summary).get("command") == "quickstart"
+
+
+def _has_screen() -> bool:
+    """Whether somebody sits in front of a desktop."""
+    desktop = sys.platform in ("darwin", "win32") or os.environ.keys() & {
+        "DISPLAY",
+        "WAYLAND_DISPLAY",
+    }
+    return bool(desktop) and sys.stdout.isatty()
 
 
 def quickstart(
@@ -64,7 +88,8 @@ def quickstart(
     from evisrag_jax.cli.eval import EvalConfig
     from evisrag_jax.data.miniworld.files import write_dataset
     from evisrag_jax.reporting.page import write_report
-    from evisrag_jax.rl.run import RLRunConfig, train
+    from evisrag_jax.rl.config import RLRunConfig
+    from evisrag_jax.rl.run import train
     from evisrag_jax.runtime.compile_cache import CompileCounter, enable_compile_cache
     from evisrag_jax.runtime.run_folder import RunFolder
 

@@ -20,23 +20,33 @@ def run(argv: Sequence[str]) -> int:
         default_config="rl.py:mini",
         define=_flags,
     )
+    if parsed.args:
+        raise ConfigError(f"rl takes no positional arguments, got {' '.join(parsed.args)}")
+    config = parsed.config
+    if parsed.flags.data is not None:
+        config.data.path = parsed.flags.data
+    if not config.data.path:
+        raise ConfigError(
+            "rl needs training records: --data FILE.jsonl (evisrag validate checks it)"
+        )
+    if not config.model.path:
+        raise ConfigError("rl needs a fine-tuned model folder to start from: --model FOLDER")
     if parsed.out is None:
         raise ConfigError("rl needs --out RUN, the folder of the run")
-    from evisrag_jax.rl.run import RLRunConfig, train
+    from evisrag_jax.reporting.page import write_report
+    from evisrag_jax.rl.config import RLRunConfig
+    from evisrag_jax.rl.run import train
     from evisrag_jax.runtime.compile_cache import enable_compile_cache
 
+    settings = to_dataclass(config, RLRunConfig)
     enable_compile_cache()
-    config = parsed.config
-    if parsed.flags.data:
-        config.data.path = parsed.flags.data
     summary = train(
-        to_dataclass(config, RLRunConfig),
+        settings,
         parsed.out,
         make_validate=make_validate,
         facts=parsed.facts(),
+        progress=parsed.flags.progress,
     )
-    from evisrag_jax.reporting.page import write_report
-
     for name, value in summary.items():
         print(f"{name:20} {value}")
     print(f"{'report':20} {write_report(parsed.out)}")
@@ -46,22 +56,23 @@ def run(argv: Sequence[str]) -> int:
 def _flags(values: Any) -> None:
     from absl import flags
 
-    flags.DEFINE_string("data", None, "short for --config.data.path", flag_values=values)
+    flags.DEFINE_string(
+        "data", None, "training records, short for --config.data.path", flag_values=values
+    )
+    flags.DEFINE_bool("progress", None, "a live bar (default: on a terminal)", flag_values=values)
 
 
 def make_validate(run: Any) -> Callable[[Any, int], Mapping[str, Any]]:
     """eval/accuracy, f1, format and evidence of greedy answers on `data.validation`."""
-    from evisrag_jax.cli.session import SessionError, read_set
+    from evisrag_jax.cli.session import read_set
     from evisrag_jax.evaluation.suite import evaluate
     from evisrag_jax.methods.evidence_cot import EvidenceCoT
     from evisrag_jax.rollout.sampling import SamplingConfig
 
     data, config = run.config.data, run.config
-    if not data.validation:
-        raise SessionError("eval_every needs data.validation, a file of held-out questions")
     records, _ = read_set(data.validation, data.image_root)
     method = EvidenceCoT(
-        template=data.template,
+        template=run.template,
         budget=run.pretrained.budget,
         sampling=SamplingConfig(temperature=0.0, max_tokens=run.rl.max_tokens),
         images_first=data.images_first,

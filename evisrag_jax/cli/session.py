@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from evisrag_jax.data.schema import Record
+from evisrag_jax.data.sources import read_records
 from evisrag_jax.methods.evidence_cot import EvidenceCoT
-from evisrag_jax.pages.plan import VisionLayout
+from evisrag_jax.pages.decode import load_page
+from evisrag_jax.pages.patches import window_layout
+from evisrag_jax.pages.plan import plan_resize, resolve_budget
+from evisrag_jax.prompts.chat import build_prompt
+from evisrag_jax.prompts.template import load_template
 from evisrag_jax.rollout.buckets import BucketTable, bucket_table
 from evisrag_jax.rollout.engine import Engine
 from evisrag_jax.rollout.sampling import SamplingConfig
+from evisrag_jax.runtime.precision import default_precision
 from evisrag_jax.training.pretrained import Pretrained, load_pretrained
 
 METHODS = ("evidence_cot",)
@@ -22,6 +30,17 @@ class SessionError(ValueError):
     """Settings of a command that cannot be; the message names the field."""
 
     exit_code = 2
+
+
+@contextlib.contextmanager
+def setting(name: str) -> Iterator[None]:
+    """Errors of the block become one that names the setting it is about."""
+    try:
+        yield
+    except SessionError:
+        raise
+    except (ValueError, FileNotFoundError) as error:
+        raise SessionError(f"{name}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -47,6 +66,11 @@ class Shapes:
     pages: tuple[tuple[int, int, int], ...]
     lengths: tuple[int, ...]
     responses: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        for name in ("prompts", "pages", "lengths", "responses"):
+            if not getattr(self, name):
+                raise SessionError(f"shapes.{name} is empty: no batch has a size")
 
     def table(self) -> BucketTable:
         """The bucket table of these sizes."""
@@ -84,10 +108,13 @@ class Answering:
 
 def open_model(model: Model, mesh: Any = None) -> Pretrained:
     """The model folder in the compute dtype."""
-    from evisrag_jax.runtime.precision import default_precision
-
+    if not model.path:
+        raise SessionError("model.path: a model folder is needed (--model FOLDER)")
     dtype = default_precision().compute if model.dtype == "auto" else model.dtype
-    return load_pretrained(model.path, dtype=dtype, budget=model.budget or None, mesh=mesh)
+    with setting("model.budget"):
+        budget = resolve_budget(model.budget) if model.budget else None
+    with setting("model.path"):
+        return load_pretrained(model.path, dtype=dtype, budget=budget, mesh=mesh)
 
 
 def make_engine(pretrained: Pretrained, buckets: BucketTable, mesh: Any = None) -> Engine:
@@ -104,7 +131,7 @@ def make_engine(pretrained: Pretrained, buckets: BucketTable, mesh: Any = None) 
 
 
 def make_method(answering: Answering, pretrained: Pretrained, **changes: Any) -> EvidenceCoT:
-    """The configured method."""
+    """The configured method; `changes` are further arguments of its class."""
     settings = {
         "template": answering.template,
         "budget": pretrained.budget,
@@ -115,49 +142,53 @@ def make_method(answering: Answering, pretrained: Pretrained, **changes: Any) ->
         "exif_transpose": answering.exif_transpose,
         "seed": answering.seed,
     }
-    return EvidenceCoT(**{**settings, **changes})
+    with setting("method"):
+        return EvidenceCoT(**{**settings, **changes})
 
 
 def snug_buckets(
     record: Record, answering: Answering, pretrained: Pretrained, *, step: int = 256
 ) -> BucketTable:
-    """One bucket around one record, its sizes rounded up so that similar questions share programs."""
-    from evisrag_jax.pages.decode import load_page
-    from evisrag_jax.pages.patches import window_layout
-    from evisrag_jax.pages.plan import plan_resize
-    from evisrag_jax.prompts.chat import build_prompt
-    from evisrag_jax.prompts.template import load_template
-
-    layout: VisionLayout = pretrained.layout
+    """One bucket around one record, its prompt length rounded up to a multiple of `step` so that
+    similar questions share programs (32 for models as small as the mini model)."""
+    layout = pretrained.layout
     grids = []
     for path in record.images[: answering.max_pages or None]:
         image = load_page(path, exif_transpose=answering.exif_transpose)
         plan = plan_resize(image.height, image.width, pretrained.budget, layout, name=path)
         grids.append((plan.rows, plan.cols))
+    with setting("method.template"):
+        text = load_template(answering.template).render(record.question)
+    prompt = build_prompt(
+        pretrained.tokenizer,
+        text,
+        grids,
+        images_first=answering.images_first,
+        system=answering.system or None,
+        merge=layout.merge,
+        name=record.id,
+    )
+    step = min(step, 32) if pretrained.config.text.width < 256 else step
     windows = [len(window_layout(*grid, layout).mask) for grid in grids]
     tokens = [rows * cols // layout.merge**2 for rows, cols in grids]
-    text = load_template(answering.template).render(record.question)
-    prompt = build_prompt(pretrained.tokenizer, text, grids, merge=layout.merge, name=record.id)
-    grain = min(step, 32 if pretrained.config.text.width < 256 else step)
-
-    def up(n: int, to: int) -> int:
-        return -(-n // to) * to
-
-    page = (len(grids), max(windows, default=0), max(tokens, default=0)) if grids else (0, 0, 0)
     return bucket_table(
         prompts=(1,),
-        pages=(page,),
-        lengths=(up(len(prompt.ids), grain),),
+        pages=((len(grids), max(windows, default=0), max(tokens, default=0)),),
+        lengths=(-(-len(prompt.ids) // step) * step,),
         responses=(answering.sampling.max_tokens,),
     )
 
 
-def read_set(path: str | Path, image_root: str = "") -> tuple[Sequence[Record], list[str]]:
-    """Records of a data file or page-corpus folder, and one line for each row that is refused."""
-    from evisrag_jax.data.sources import read_records
-
+def read_set(path: str | Path, image_root: str = "") -> tuple[list[Record], list[str]]:
+    """Records of a data file or page-corpus folder, and one line for each row that is refused, which
+    is also said on the terminal. SessionError when no row is left."""
     refused: list[str] = []
-    records = read_records(
-        path, image_root=image_root or None, on_error=lambda error: refused.append(str(error))
-    )
+    with setting("data.path"):
+        records = read_records(
+            path, image_root=image_root or None, on_error=lambda error: refused.append(str(error))
+        )
+    for line in refused:
+        print(f"skipped: {line}", file=sys.stderr)
+    if not records:
+        raise SessionError(f"{path}: holds no usable question ({len(refused)} rows are refused)")
     return list(records), refused

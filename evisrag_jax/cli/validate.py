@@ -64,23 +64,23 @@ def run(argv: Sequence[str]) -> int:
 
 def _measure(flags: absl_flags.FlagValues) -> Callable[[Any], int]:
     """Prompt tokens of a record under a model folder's tokenizer and processor settings."""
-    from PIL import Image
-
     from evisrag_jax.pages.decode import load_page
     from evisrag_jax.pages.plan import plan_resize, processor_settings, resolve_budget
     from evisrag_jax.prompts.chat import build_prompt
     from evisrag_jax.prompts.template import load_template
     from evisrag_jax.prompts.tokenizer import load_tokenizer
+    from evisrag_jax.training.pretrained import find_model
 
-    tokenizer = load_tokenizer(flags.model)
-    budget, layout = processor_settings(flags.model)
+    folder = find_model(flags.model)
+    tokenizer = load_tokenizer(folder)
+    budget, layout = processor_settings(folder)
     budget = resolve_budget(flags.budget) if flags.budget else budget
     template = load_template(flags.template)
     sizes: dict[str, tuple[int, int]] = {}
 
     def grid(path: str) -> tuple[int, int]:
         if path not in sizes:
-            page: Image.Image = load_page(path)
+            page = load_page(path)
             sizes[path] = (page.height, page.width)
         plan = plan_resize(*sizes[path], budget, layout, name=path)
         return plan.rows, plan.cols

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from jaxtyping import Bool, Float32
 
 from evisrag_jax.data.schema import Record
 from evisrag_jax.prompts.sections import TAGS, parse_sections
@@ -22,7 +23,7 @@ from evisrag_jax.rewards.evisrag import score_response
 from evisrag_jax.rewards.gold import gold_text
 from evisrag_jax.rl import scopes
 from evisrag_jax.rl.advantages import occurrence_ids
-from evisrag_jax.rl.config import RLConfig
+from evisrag_jax.rl.config import MAX_TRIES, RLConfig
 from evisrag_jax.rl.filter import filter_groups
 from evisrag_jax.rollout.engine import Completion, Engine, Request
 from evisrag_jax.rollout.sampling import SamplingConfig
@@ -34,15 +35,16 @@ from evisrag_jax.training.forward import GroupBatch
 class Collected:
     """One step's groups on the host; arrays have P rows, those beyond the kept groups are empty.
 
-    metrics: scalars of the rollout.  rows: rollout rows for the run folder (`reporting`).
-    times: seconds by phase.
+    groups, sampled, rewards, masks, valid, trained: see `update.RLBatch`.  metrics: scalars of the
+    rollout.  rows: rollout rows for the run folder (`reporting`).  times: seconds by phase.
     """
 
     groups: GroupBatch
-    sampled: np.ndarray
-    rewards: np.ndarray
-    masks: np.ndarray
-    valid: np.ndarray
+    sampled: Float32[np.ndarray, "P G T"]
+    rewards: Float32[np.ndarray, "P G C"]
+    masks: Bool[np.ndarray, "P G C T"]
+    valid: Bool[np.ndarray, "P G"]
+    trained: Bool[np.ndarray, "P G"]
     metrics: dict[str, float]
     rows: list[dict[str, Any]]
     times: dict[str, float] = field(default_factory=dict)
@@ -50,17 +52,22 @@ class Collected:
 
 @dataclass
 class Judged:
-    """A prompt with its completions, their channel values and scope masks."""
+    """A prompt with its completions, their channel values, scope masks, and which tags were found."""
 
     item: Prepared
     completions: list[Completion]
     rewards: list[dict[str, float]]
-    masks: np.ndarray
+    masks: Bool[np.ndarray, "G C T"]
     found: list[dict[str, bool]]
+
+    @property
+    def valid(self) -> list[bool]:
+        """The completions that exist: their logits were finite to the end."""
+        return [done.finish != "error" for done in self.completions]
 
 
 class Collector:
-    """`collect(params, step)` for records with gold answers and evidence.
+    """`collect(params, step)` for records with gold answers and evidence; `close` it after use.
 
     Args:
         engine: generates; its parameters are replaced every step.
@@ -69,7 +76,7 @@ class Collector:
         buckets: training shapes; P = rl.prompts, G = rl.group.
         encode: plain text → ids, for scope_match "token_ids".
         seed: of sampling.
-        workers: threads that judge responses while others are judged.
+        workers: threads that judge responses.
     """
 
     def __init__(
@@ -83,13 +90,8 @@ class Collector:
         seed: int,
         workers: int = 2,
     ):
-        self.engine, self.stream, self.rl, self.buckets, self.seed = (
-            engine,
-            stream,
-            rl,
-            buckets,
-            seed,
-        )
+        self.engine, self.stream, self.rl = engine, stream, rl
+        self.buckets, self.seed = buckets, seed
         self.sampling = SamplingConfig(
             temperature=rl.temperature, top_p=rl.top_p, max_tokens=rl.max_tokens
         )
@@ -106,7 +108,7 @@ class Collector:
         rounds = 0
         while len(kept) < self.rl.prompts and rounds < self.rl.tries:
             rounds += 1
-            judged = self._round(params, step * 1000 + rounds - 1, times)
+            judged = self._round(params, step * MAX_TRIES + rounds - 1, times)
             seen += judged
             keep, reasons = self._filter(judged)
             kept += [group for group, ok in zip(judged, keep, strict=True) if ok]
@@ -121,7 +123,12 @@ class Collector:
         }
         return self._arrays(kept or seen[:1], bool(kept), metrics, times, step)
 
+    def close(self) -> None:
+        """Ends the reward threads."""
+        self._threads.shutdown()
+
     def _round(self, params: Any, fold: int, times: dict[str, float]) -> list[Judged]:
+        """P prompts sampled and judged; `fold` is the step number of their random keys."""
         items = [example.item for example in next(self.stream)]
         ids = occurrence_ids([item.id for item in items])
         requests = [Request(i, x.prompt, x.pages) for i, x in zip(ids, items, strict=True)]
@@ -164,7 +171,8 @@ class Collector:
         if self.rl.filter is None:
             return [True] * len(judged), []
         rewards = np.array([[list(r.values()) for r in g.rewards] for g in judged], np.float64)
-        result = filter_groups(rewards, np.ones(rewards.shape[:2], bool), self.rl.filter)
+        valid = np.array([group.valid for group in judged])
+        result = filter_groups(rewards, valid, self.rl.filter)
         return result.keep.tolist(), [reason for reason in result.reasons if reason]
 
     def _metrics(self, judged: Sequence[Judged]) -> dict[str, float]:
@@ -193,6 +201,7 @@ class Collector:
         times: dict[str, float],
         step: int,
     ) -> Collected:
+        """The batch of the kept groups; without any, of one group that takes no part."""
         P, G, T = self.rl.prompts, self.rl.group, self.rl.max_tokens
         names = self.rl.reward.channels
         groups = make_group_batch(
@@ -204,16 +213,16 @@ class Collector:
         sampled = np.zeros((P, G, T), np.float32)
         rewards = np.zeros((P, G, len(names)), np.float32)
         masks = np.zeros((P, G, len(names), T), bool)
-        valid = np.zeros((P, G), bool)
+        valid, trained = np.zeros((P, G), bool), np.zeros((P, G), bool)
         for p, group in enumerate(kept):
-            masks[p] = group.masks
+            masks[p], valid[p] = group.masks, any_kept & np.array(group.valid)
             for g, (done, score) in enumerate(zip(group.completions, group.rewards, strict=True)):
                 sampled[p, g, : done.length] = done.logp
                 rewards[p, g] = [score[name] for name in names]
-                cut = done.finish == "length" and self.rl.mask_truncated
-                valid[p, g] = any_kept and done.finish != "error" and not cut
+                trained[p, g] = not (self.rl.mask_truncated and done.finish == "length")
         rows = [rollout_row(step, group) for group in kept]
-        return Collected(groups, sampled, rewards, masks, valid, metrics, rows, times)
+        trained &= valid
+        return Collected(groups, sampled, rewards, masks, valid, trained, metrics, rows, times)
 
 
 def rollout_row(step: int, group: Judged) -> dict[str, Any]:

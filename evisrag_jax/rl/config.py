@@ -1,7 +1,7 @@
 """What an RL run is: frozen dataclasses, with the three named behaviours as presets.
 
-    RLConfig      the objective: sampling, rewards, advantages, loss, optimiser
-    RLRunConfig   one run of it: model, data, static shapes, mesh, how often what is written
+RLConfig      the objective: sampling, rewards, advantages, loss, optimiser
+RLRunConfig   one run of it: model, data, static shapes, mesh, how often what is written
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class RLRunConfig:
                 "(eval_every=0 leaves validation out)"
             )
         parse_dtype(self.export_dtype, field="export_dtype")
-        self.bucket  # noqa: B018  (refuses sizes that no batch can have)
+        _ = self.bucket  # refuses sizes that no batch can have
 
     @property
     def bucket(self) -> Bucket:
@@ -165,15 +165,18 @@ class RLRunConfig:
 
 
 def preset(name: str, **changes) -> RLConfig:
-    """`paper`, `code` or `strict` (EVisRAG spec 3.2), with fields changed."""
-    loss = {"paper": PolicyLossConfig.paper, "strict": PolicyLossConfig.paper}
+    """`paper`, `code` or `strict` (EVisRAG spec 3.2), with fields changed.
+
+    "code" is the release but for its NaN: a slice or a channel with nothing to train on adds 0.
+    """
+    code = name == "code"
     base = {
         "reward": RewardConfig(mode=name),
-        "loss": PolicyLossConfig.code(nan_policy="safe_zero") if name == "code" else loss[name](),
-        "estimator": "code" if name == "code" else "paper",
-        "scope_match": "token_ids" if name == "code" else "char_offsets",
-        "exact_zero": name != "code",
-        "filter": FilterConfig(rule="mean_band") if name == "code" else None,
-        "temperature": 1.0 if name == "code" else 1.2,
+        "loss": PolicyLossConfig.code(nan_policy="safe_zero") if code else PolicyLossConfig.paper(),
+        "estimator": "code" if code else "paper",
+        "scope_match": "token_ids" if code else "char_offsets",
+        "exact_zero": not code,
+        "filter": FilterConfig(rule="mean_band") if code else None,
+        "temperature": 1.0 if code else 1.2,
     }
     return RLConfig(**{**base, **changes})

@@ -8,9 +8,9 @@ is refused.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,15 @@ from typing import Any
 import jax
 
 from evisrag_jax.data.pipeline import ReadSettings, RecordStream, Rejected
+from evisrag_jax.data.schema import Record
 from evisrag_jax.data.sources import read_records
-from evisrag_jax.models.qwen25vl.weights import save_params
+from evisrag_jax.pages.plan import resolve_budget
 from evisrag_jax.prompts.template import load_template
 from evisrag_jax.prompts.tokenizer import encode_plain
 from evisrag_jax.rewards.gold import GoldError, gold_text
 from evisrag_jax.rl.collect import Collector
-from evisrag_jax.rl.config import RLConfig, RLConfigError
+from evisrag_jax.rl.config import RLConfigError, RLRunConfig
+from evisrag_jax.rl.export import export
 from evisrag_jax.rl.trainer import fit_rl
 from evisrag_jax.rl.update import UpdateConfig
 from evisrag_jax.rollout.buckets import Bucket as RolloutBucket
@@ -32,14 +34,16 @@ from evisrag_jax.rollout.buckets import BucketTable
 from evisrag_jax.rollout.engine import Engine
 from evisrag_jax.runtime import mesh as meshes
 from evisrag_jax.runtime.checkpoints import Checkpoints
+from evisrag_jax.runtime.json_files import write_json
 from evisrag_jax.runtime.precision import default_precision, parse_dtype
-from evisrag_jax.runtime.run_folder import RunFolder
-from evisrag_jax.training.batching import Bucket, Limits, PageCache, check_divides, prepare
+from evisrag_jax.runtime.run_folder import RunFolder, versions
+from evisrag_jax.training.batching import Limits, PageCache, check_divides, prepare
 from evisrag_jax.training.loop import FitResult
 from evisrag_jax.training.optimiser import for_run, make_optimiser
 from evisrag_jax.training.pretrained import load_pretrained
-from evisrag_jax.training.settings import MeshShape, ModelSource, PromptSource
-from evisrag_jax.training.state import TrainState, full_params, init_state, place, state_shardings
+from evisrag_jax.training.state import full_params, init_state, place, state_shardings
+
+__all__ = ["RLRun", "RLRunConfig", "train"]
 
 # What may change when a run goes on: nothing here changes a number.
 MAY_DIFFER = (
@@ -48,84 +52,56 @@ MAY_DIFFER = (
 )
 
 
-@dataclass(frozen=True)
-class RLRunConfig:
-    """One run; the fields of configs/rl.py.
-
-    images, windows, tokens, prompt_length: the batch's static sizes (pages a prompt, windows and
-    merged tokens a page, prompt tokens); P, G and T are those of `rl`.  steps: rollouts, 0 for
-    `epochs` passes over the data.  eval_every, eval_limit: validation on `data.validation`, in steps
-    and questions (0 = all).  rollouts_every, rollout_rows: what rollouts/ keeps.
-    """
-
-    model: ModelSource
-    data: PromptSource
-    rl: RLConfig
-    images: int
-    windows: int
-    tokens: int
-    prompt_length: int
-    steps: int = 0
-    epochs: float = 1.0
-    mesh: MeshShape = field(default_factory=MeshShape)
-    seed: int = 0
-    remat: bool = True
-    chunk: int = 2048
-    save_every: int = 20
-    log_every: int = 1
-    eval_every: int = 0
-    eval_limit: int = 0
-    keep: int = 2
-    rollouts_every: int = 1
-    rollout_rows: int = 4
-    tensorboard: bool = True
-    export: bool = True
-    export_dtype: str = "bfloat16"
-
-    @property
-    def bucket(self) -> Bucket:
-        """The one shape of an update's batch."""
-        return Bucket(
-            prompts=self.rl.prompts,
-            images=self.images,
-            windows=self.windows,
-            tokens=self.tokens,
-            prompt_length=self.prompt_length,
-            group=self.rl.group,
-            response_length=self.rl.max_tokens,
-        )
+@contextlib.contextmanager
+def _setting(name: str) -> Iterator[None]:
+    """Errors of the block become one that names the setting it is about."""
+    try:
+        yield
+    except (ValueError, FileNotFoundError) as error:
+        raise RLConfigError(f"{name}: {error}") from error
 
 
 class RLRun:
-    """Model, engine, records and environment of one run."""
+    """Model, engine, records and environment of one run.
+
+    Args:
+        config: the run.
+        folder: its started run folder; refused records are written there unless `resumed`.
+        resumed: the folder holds this run already.
+    """
 
     def __init__(self, config: RLRunConfig, folder: RunFolder, *, resumed: bool = False):
         if not config.model.path or not config.data.path:
             raise RLConfigError("model.path and data.path are needed (--model and --data)")
         self.config, self.folder = config, folder
-        self.mesh = meshes.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
-        check_divides(config.rl.prompts // config.rl.updates, self.mesh)
-        self.pretrained = load_pretrained(
-            config.model.path,
-            dtype=config.model.param_dtype,
-            budget=config.data.budget or None,
-            mesh=self.mesh,
-        )
+        with _setting("mesh"):
+            self.mesh = meshes.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+            check_divides(config.rl.prompts // config.rl.updates, self.mesh)
+        with _setting("data.template"):
+            self.template = load_template(config.data.template)
+        with _setting("data.budget"):
+            budget = resolve_budget(config.data.budget) if config.data.budget else None
+        with _setting("model.path"):
+            self.pretrained = load_pretrained(
+                config.model.path, dtype=config.model.param_dtype, budget=budget, mesh=self.mesh
+            )
         self.model = self.pretrained.config
         compute = config.model.compute_dtype
-        self.compute = default_precision().compute if compute == "auto" else compute
+        if compute == "auto":
+            compute = default_precision().compute
+        compute = parse_dtype(compute, field="model.compute_dtype").name
         self.cache = PageCache(config.data.cache_mb * 2**20)
         self.records = self._read(resumed)
         rounds = int(config.epochs * len(self.records)) // config.rl.prompts
         self.steps = config.steps or max(1, rounds)
         optim = for_run(config.rl.optim, self.steps * config.rl.updates)
         self.rl = dataclasses.replace(config.rl, optim=optim)
-        self.settings = UpdateConfig(self.rl, self.compute, config.remat, config.chunk)
+        self.settings = UpdateConfig(self.rl, compute, config.remat, config.chunk)
         state = init_state(self.pretrained.params, optim, make_optimiser(optim))
         self.state = place(state, state_shardings(self.model, self.mesh, state))
         self.engine = self._engine()
 
-    def _read(self, resumed: bool) -> list[Any]:
+    def _read(self, resumed: bool) -> list[Record]:
         """Records with a usable gold; the others go to rejected.jsonl."""
         data = self.config.data
         log = None if resumed else self.folder
@@ -182,7 +158,7 @@ class RLRun:
             partial(
                 prepare,
                 tokenizer=self.pretrained.tokenizer,
-                template=load_template(data.template),
+                template=self.template,
                 layout=self.pretrained.layout,
                 budget=self.pretrained.budget,
                 limits=Limits.of([self.config.bucket]),
@@ -230,13 +206,14 @@ class RLRun:
                 save_every=config.save_every,
                 log_every=config.log_every,
                 eval_every=config.eval_every,
-                best_metric="eval/accuracy" if config.eval_every else None,
+                best_metric=None if validate is None else "eval/accuracy",
                 tensorboard=config.tensorboard,
                 name="rl",
                 **settings,
             )
         finally:
             stream.close()
+            collect.close()
 
 
 def train(
@@ -260,42 +237,30 @@ def train(
         resumed = folder.metrics.exists() and folder.metrics.stat().st_size > 0
         if not resumed:
             folder.rejected.unlink(missing_ok=True)
-        folder.start(
-            config,
-            resume=resumed,
-            may_differ=MAY_DIFFER,
-            devices=[str(device) for device in jax.devices()],
-            **(facts or {}),
-        )
+        facts = {"devices": [str(device) for device in jax.devices()], **(facts or {})}
+        folder.start(config, resume=resumed, may_differ=MAY_DIFFER, **facts)
         run = RLRun(config, folder, resumed=resumed)
+        budget = dataclasses.asdict(run.pretrained.budget)
+        write_json(folder.versions, versions(**facts, pixel_budget=budget))
         identity = {
             "kind": "rl",
             "model": run.model,
             "optim": run.rl.optim,
             "trains": sorted(run.state.trainable),
         }
-        best = "max" if config.eval_every else None
         validate = make_validate(run) if make_validate and config.eval_every else None
+        best = None if validate is None else "max"
         with Checkpoints(
             folder.checkpoints, identity=identity, keep=config.keep, best=best
         ) as checkpoints:
             result = run.fit(checkpoints, validate, **settings)
         if config.export:
-            export(run, result.state, folder.path / "model")
+            params = full_params(result.state.trainable, result.state.frozen)
+            dtype = parse_dtype(config.export_dtype, field="export_dtype")
+            export(params, run.pretrained, folder.path / "model", dtype=dtype)
         summary = summarise(run, result)
         folder.write_summary(summary)
         return summary
-
-
-def export(run: RLRun, state: TrainState, folder: Path) -> None:
-    """Write the weights as a Hugging Face folder with the tokenizer and processor of the start."""
-    save_params(
-        full_params(state.trainable, state.frozen),
-        run.model,
-        folder,
-        source=run.pretrained.folder,
-        dtype=parse_dtype(run.config.export_dtype, field="export_dtype"),
-    )
 
 
 def summarise(run: RLRun, result: FitResult) -> dict[str, Any]:

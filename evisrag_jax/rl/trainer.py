@@ -1,6 +1,7 @@
 """The RL trainer: collect groups, update, log; everything about the environment is an argument.
 
     params ─collect(params, k)─► Collected ─► RLBatch on the mesh ─► `updates` optimiser steps ─► metrics
+                                     └──────► rollouts/step_k.jsonl, with the advantages
 
 The loop itself (metrics, validation, checkpoints, exact resume) is `training.loop.fit`.
 """
@@ -8,7 +9,7 @@ The loop itself (metrics, validation, checkpoints, exact resume) is `training.lo
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jaxtyping import Array, Float
 
 from evisrag_jax.models.qwen25vl.config import Qwen25VLConfig
 from evisrag_jax.prompts.sections import TAGS
@@ -25,15 +27,17 @@ from evisrag_jax.rl.update import (
     RLBatch,
     UpdateConfig,
     compile_old_log_probs,
+    compile_params,
     compile_update,
     token_advantages,
+    trained_mask,
 )
 from evisrag_jax.runtime import mesh as meshes
 from evisrag_jax.runtime.checkpoints import Checkpoints
 from evisrag_jax.runtime.run_folder import RunFolder
 from evisrag_jax.training.batching import put_batch
 from evisrag_jax.training.loop import FitResult, fit
-from evisrag_jax.training.state import TrainState, full_params, state_shardings
+from evisrag_jax.training.state import TrainState, state_shardings
 
 Collect = Callable[[Any, int], Collected]
 
@@ -63,40 +67,47 @@ def fit_rl(
 
     Args:
         collect: (nested parameters, k) → the groups of step k; draws from `data` where that is given.
+            The parameters are in the compute dtype and gone after the call.
         data: the stream behind `collect`, whose place is saved with the state.
-        validate: (nested parameters, k) → metrics.
-        rollouts_every, rollout_rows: how often, and how many prompts a step, rollouts/ gets.
+        validate: (nested parameters, k) → metrics; its parameters are as those of `collect`.
+        rollouts_every, rollout_rows: rollouts/ gets so many prompts of the first, of every so many-th
+            and of the last step.
         loop: further arguments of `training.loop.fit`.
     """
     rl = settings.rl
     shardings = state_shardings(model, mesh, state)
     update = compile_update(model, settings, mesh, shardings)
     old_log_probs = compile_old_log_probs(model, settings, mesh, shardings)
-    advantages = jax.jit(partial(_logged_advantages, rl=rl))
-    watch = _Watch()
+    sampler = compile_params(settings, shardings)
+    advantages = jax.jit(
+        partial(logged_advantages, rl=rl), in_shardings=meshes.batch_sharding(mesh)
+    )
+    watch = Watch()
 
     def step_fn(state: TrainState, _: Any, k: int) -> tuple[TrainState, dict[str, Any]]:
         with run.timed("collect", k):
-            got = collect(full_params(state.trainable, state.frozen), k)
+            got = collect(sampler(state), k)
         with run.timed("prepare", k):
-            batch = put_batch(_batch(got), mesh)
+            batch = put_batch(host_batch(got), mesh)
             if rl.updates > 1:
                 old = old_log_probs(state.trainable, state.frozen, batch.groups)
-                batch = batch._replace(old=old)
-        with run.timed("update", k):
-            if k % rollouts_every == 0:
+                batch = batch._replace(old=jax.block_until_ready(old))
+        if k in (1, steps) or k % rollouts_every == 0:
+            with run.timed("rollouts", k):
                 shown = jax.device_get(advantages(batch))
-                run.write_rollouts(k, _rows(got, shown, rl)[:rollout_rows])
-            metrics: dict[str, Any] = {}
-            for part in _parts(batch, rl.updates, mesh):
+                run.write_rollouts(k, with_advantages(got.rows, shown, rl)[:rollout_rows])
+        with run.timed("update", k):
+            rows = []
+            for part in parts(batch, rl.updates, mesh):
                 state, metrics = update(state, part)
-            metrics = jax.device_get(metrics)
+                rows.append(metrics)
+            metrics = over_updates(jax.device_get(rows))
         times = {f"time/{name}": seconds for name, seconds in got.times.items()}
         watch(got.metrics, metrics, k)
         return state, got.metrics | metrics | times
 
     def check(state: TrainState, k: int) -> Mapping[str, Any]:
-        return validate(full_params(state.trainable, state.frozen), k)
+        return validate(sampler(state), k)
 
     return fit(
         run=run,
@@ -111,11 +122,13 @@ def fit_rl(
     )
 
 
-def _batch(got: Collected) -> RLBatch:
-    return RLBatch(got.groups, got.sampled, None, got.rewards, got.masks, got.valid)
+def host_batch(got: Collected) -> RLBatch:
+    """The arrays of one rollout, still in the host's memory."""
+    arrays = (got.rewards, got.masks, got.valid, got.trained)
+    return RLBatch(got.groups, got.sampled, None, *arrays)
 
 
-def _parts(batch: RLBatch, updates: int, mesh: Mesh) -> list[RLBatch]:
+def parts(batch: RLBatch, updates: int, mesh: Mesh) -> list[RLBatch]:
     """The mini-batches of one rollout: every `updates`-th prompt, so devices keep their rows."""
     if updates == 1:
         return [batch]
@@ -129,29 +142,40 @@ def _part(batch: RLBatch, *, updates: int, part: int, sharding: Any) -> RLBatch:
     return jax.lax.with_sharding_constraint(taken, sharding)
 
 
-def _logged_advantages(batch: RLBatch, *, rl: RLConfig) -> Any:
-    """[P, G, C, 2]: the least and the largest advantage on each channel's own tokens."""
-    T = batch.groups.tokens.shape[-1]
-    response = jnp.arange(T) < batch.groups.lengths[..., None]
-    values, masks = token_advantages(batch.rewards, batch.masks, batch.valid, response, rl)
-    shown = batch.masks & response[:, :, None] & batch.valid[..., None, None]
+def over_updates(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One metric row of a rollout's updates: counters as the last one left them, else sum, maximum or
+    mean over the updates."""
+    fold = {"rollout/trained_tokens": np.sum, "rollout/logp_gap_max": np.max}
+    return {
+        name: rows[-1][name]
+        if name == "lr" or name.startswith("optim/")
+        else fold.get(name, np.mean)([row[name] for row in rows])
+        for name in rows[-1]
+    }
+
+
+def logged_advantages(batch: RLBatch, *, rl: RLConfig) -> Float[Array, "P G C"]:
+    """The advantage on each channel's own tokens that is farthest from 0."""
+    values, _ = token_advantages(batch, rl)
+    shown = batch.masks & trained_mask(batch)[:, :, None]
     values = jnp.broadcast_to(values, shown.shape)
     low = jnp.min(values, -1, where=shown, initial=0.0)
     high = jnp.max(values, -1, where=shown, initial=0.0)
     return jnp.where(-low > high, low, high)
 
 
-def _rows(got: Collected, shown: np.ndarray, rl: RLConfig) -> list[dict[str, Any]]:
-    """The collected rows with each sample's advantage by channel (its largest, by size)."""
-    for p, row in enumerate(got.rows):
+def with_advantages(
+    rows: list[dict[str, Any]], shown: Float[np.ndarray, "P G C"], rl: RLConfig
+) -> list[dict[str, Any]]:
+    """Rollout rows, each sample with its advantage by channel."""
+    for p, row in enumerate(rows):
         for g, sample in enumerate(row["samples"]):
-            sample["advantages"] = dict(
-                zip(rl.reward.channels, map(float, shown[p, g]), strict=True)
-            )
-    return got.rows
+            named = zip(rl.reward.channels, shown[p, g].tolist(), strict=True)
+            sample["advantages"] = dict(named)
+    return rows
 
 
-class _Watch:
+class Watch:
     """Warnings that a curve would show too late."""
 
     def __init__(self) -> None:
@@ -172,7 +196,8 @@ class _Watch:
                 100 * rollout["reward/format"],
                 " ".join(f"<{tag}>" for tag in TAGS),
             )
-        self.clipped = self.clipped + 1 if rollout["rollout/clipped_ratio"] == 1 else 0
+        cut = rollout.get("rollout/clipped_ratio") == 1
+        self.clipped = self.clipped + 1 if cut else 0
         if self.clipped == CLIPPED_STEPS:
             log.warning(
                 "step %d: every response of the last %d steps was cut at max_tokens; raise it",

@@ -61,7 +61,8 @@ class RLBatch(NamedTuple):
              one update a rollout, whose ratio is 1 by construction
     rewards  channel values
     masks    tokens of each channel (`rl.scopes`)
-    valid    responses that take part
+    valid    responses that exist: a group's baseline is taken over them
+    trained  those of them whose tokens are in the loss
     """
 
     groups: GroupBatch
@@ -70,28 +71,35 @@ class RLBatch(NamedTuple):
     rewards: Float[Array, "P G C"]
     masks: Bool[Array, "P G C T"]
     valid: Bool[Array, "P G"]
+    trained: Bool[Array, "P G"]
+
+
+def trained_mask(batch: RLBatch) -> Bool[Array, "P G T"]:
+    """Tokens whose log-probs the loss reads."""
+    tokens = response_mask(batch.groups.lengths, batch.groups.tokens.shape[-1]) > 0
+    return tokens & (batch.valid & batch.trained)[..., None]
 
 
 def token_advantages(
-    rewards: Float[Array, "P G C"],
-    masks: Bool[Array, "P G C T"],
-    valid: Bool[Array, "P G"],
-    response: Bool[Array, "P G T"],
-    rl: RLConfig,
+    batch: RLBatch, rl: RLConfig
 ) -> tuple[Float[Array, "P G Z T"], Bool[Array, "P G Z T"]]:
-    """Advantages on tokens and the channel masks of the loss; one channel for paper and grpo."""
+    """Advantages on tokens and the channel masks of the loss: Z = C for code, 1 for paper and grpo.
+
+    Baselines are taken over `valid` responses, masks hold tokens of `trained` ones alone.
+    """
+    rewards, valid, response = batch.rewards, batch.valid, trained_mask(batch)
     if rl.estimator == "code":
         values = adv.code_advantages(rewards, valid, exact_zero=rl.exact_zero)
-        masks = masks & response[:, :, None]
+        masks = batch.masks & response[:, :, None]
         return adv.to_tokens(values, masks), masks
     if rl.estimator == "paper":
         values = adv.paper_advantages(
-            rewards, masks, valid, align=rl.align, exact_zero=rl.exact_zero
+            rewards, batch.masks, valid, align=rl.align, exact_zero=rl.exact_zero
         )
     else:
         whole = adv.grpo_advantages(rewards, valid, exact_zero=rl.exact_zero)
-        values = whole[..., None] * response
-    return values[:, :, None], response[:, :, None]
+        values = jnp.broadcast_to(whole[..., None], response.shape)
+    return jnp.where(response, values, 0.0)[:, :, None], response[:, :, None]
 
 
 def score(
@@ -99,7 +107,7 @@ def score(
 ) -> TokenScores:
     """Scores of the sampled tokens at the sampling temperature: old and new by one function."""
     return score_responses(
-        cast_params(full_params(trainable, frozen), jnp.dtype(settings.compute)),
+        compute_params(trainable, frozen, settings=settings),
         model,
         groups,
         temperature=settings.rl.temperature,
@@ -118,19 +126,18 @@ def rl_gradient(
     shardings: Any = None,
 ) -> tuple[Flat, dict[str, Array]]:
     """Gradient of the divided loss for the trainable parameters, and the step's metrics."""
-    rl = settings.rl
-    P, _, T = batch.groups.tokens.shape
-    response = (response_mask(batch.groups.lengths, T) > 0) & batch.valid[..., None]
-    values, masks = token_advantages(batch.rewards, batch.masks, batch.valid, response, rl)
+    rl, P = settings.rl, batch.groups.tokens.shape[0]
+    response = trained_mask(batch)
+    values, masks = token_advantages(batch, rl)
     totals = losses.channel_totals(masks, rl.loss)
 
     def objective(trainable, rows):
         index, part, old, values, masks, response, sampled = rows
         scores = score(trainable, state.frozen, part, model, settings)
-        logp = jax.lax.stop_gradient(scores.logp)
+        before = jax.lax.stop_gradient(scores.logp) if old is None else old
         terms = losses.batch_policy_loss(
             scores.logp,
-            logp if old is None else old,
+            before,
             values,
             masks,
             rl.loss,
@@ -140,7 +147,7 @@ def rl_gradient(
         share = losses.objective(sums, totals, rl.loss)
         if rl.loss.divisor_scope == "micro":
             share = share / losses.channel_divisor(sums, rl.loss)
-        gap = jnp.where(response, jnp.abs(logp - sampled), 0.0)
+        gap = jnp.where(response, jnp.abs(before - sampled), 0.0)
         entropy = jnp.where(response, jax.lax.stop_gradient(scores.entropy), 0.0)
         kept = {
             "sums": sums,
@@ -199,8 +206,18 @@ def old_log_probs(
     model: Qwen25VLConfig,
     settings: UpdateConfig,
 ) -> Float[Array, "P G T"]:
-    """Log-probs before the first of several updates."""
-    return score(trainable, frozen, groups, model, settings).logp
+    """Log-probs before the first of several updates, `micro` prompts at a time."""
+    micro = settings.rl.micro
+    if not micro:
+        return score(trainable, frozen, groups, model, settings).logp
+    cut = jax.tree.map(lambda a: a.reshape(micro, -1, *a.shape[1:]).swapaxes(0, 1), groups)
+    logp = jax.lax.map(lambda rows: score(trainable, frozen, rows, model, settings).logp, cut)
+    return logp.swapaxes(0, 1).reshape(groups.tokens.shape)
+
+
+def compute_params(trainable: Flat, frozen: Flat, *, settings: UpdateConfig) -> dict[str, Any]:
+    """The model's nested parameters in the compute dtype: what the sampler computes with."""
+    return cast_params(full_params(trainable, frozen), jnp.dtype(settings.compute))
 
 
 def compile_update(
@@ -225,3 +242,21 @@ def compile_old_log_probs(
         in_shardings=(shardings.trainable, shardings.frozen, batch),
         out_shardings=batch,
     )
+
+
+def compile_params(settings: UpdateConfig, shardings: TrainState):
+    """`compute_params` under jit; where every parameter has the compute dtype nothing is copied
+    (the arrays are then the state's own, which the next update gives away)."""
+    cast = jax.jit(
+        partial(compute_params, settings=settings),
+        in_shardings=(shardings.trainable, shardings.frozen),
+        out_shardings=full_params(shardings.trainable, shardings.frozen),
+    )
+
+    def params(state: TrainState) -> dict[str, Any]:
+        leaves = [*state.trainable.values(), *state.frozen.values()]
+        if all(leaf.dtype == jnp.dtype(settings.compute) for leaf in leaves):
+            return full_params(state.trainable, state.frozen)
+        return cast(state.trainable, state.frozen)
+
+    return params

@@ -14,6 +14,7 @@ import platform
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,7 @@ def difference(saved: Any, given: Any, path: str = "") -> list[str]:
 
 
 def versions(**more: Any) -> dict[str, Any]:
-    """Version of this package, Python, the platform and the packages that numbers depend on."""
+    """Now, this package, Python, the platform and the packages that numbers depend on."""
     packages: dict[str, str | None] = {}
     for name in PACKAGES:
         try:
@@ -65,6 +66,7 @@ def versions(**more: Any) -> dict[str, Any]:
         except metadata.PackageNotFoundError:
             packages[name] = None
     return {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "evisrag_jax": evisrag_jax.__version__,
         "python": platform.python_version(),
         "platform": platform.platform(),

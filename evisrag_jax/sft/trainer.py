@@ -8,7 +8,7 @@ never stopped; with another config it is refused.
 
 from __future__ import annotations
 
-import shutil
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,10 +20,8 @@ import numpy as np
 from evisrag_jax.data.pipeline import Example, ReadSettings, RecordStream, Rejected
 from evisrag_jax.data.schema import Record
 from evisrag_jax.data.sources import read_records
-from evisrag_jax.models.qwen25vl.weights import load_params, save_params
-from evisrag_jax.pages.plan import processor_settings, resolve_budget
 from evisrag_jax.prompts.template import load_template
-from evisrag_jax.prompts.tokenizer import SpecialIds, load_tokenizer
+from evisrag_jax.prompts.tokenizer import SpecialIds
 from evisrag_jax.runtime import mesh as meshes
 from evisrag_jax.runtime.checkpoints import Checkpoints
 from evisrag_jax.runtime.precision import default_precision, parse_dtype
@@ -42,8 +40,10 @@ from evisrag_jax.training.batching import (
     size,
     trained_tokens,
 )
+from evisrag_jax.training.export import export
 from evisrag_jax.training.loop import FitResult, fit
 from evisrag_jax.training.optimiser import for_run, make_optimiser
+from evisrag_jax.training.pretrained import load_pretrained
 from evisrag_jax.training.state import (
     TrainState,
     full_params,
@@ -76,20 +76,20 @@ class SFTRun:
         self._held_out: tuple[list[Record], Targets] | None = None
         self.mesh = meshes.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
         check_divides(config.batch, self.mesh)
-        self.tokenizer = load_tokenizer(config.model.path)
-        budget, self.layout = processor_settings(config.model.path)
-        self.budget = resolve_budget(config.data.budget) if config.data.budget else budget
+        self.pretrained = load_pretrained(
+            config.model.path,
+            dtype=config.model.param_dtype,
+            budget=config.data.budget or None,
+            mesh=self.mesh,
+        )
         self.cache = PageCache(config.data.cache_mb * 2**20)
         self.records, self.targets = self._read(config.data.path, None if resumed else folder)
         self.steps = config.steps or max(1, int(config.epochs * len(self.records)) // config.batch)
         self.optim = for_run(config.optim, self.steps, config.warmup_ratio)
-        self._load()
+        self._compile()
 
-    def _load(self) -> None:
-        config = self.config
-        params, self.model = load_params(
-            config.model.path, parse_dtype(config.model.param_dtype, field="model.param_dtype")
-        )
+    def _compile(self) -> None:
+        config, self.model = self.config, self.pretrained.config
         compute = config.model.compute_dtype
         if compute == "auto":
             compute = default_precision().compute
@@ -100,9 +100,12 @@ class SFTRun:
             remat=config.remat,
             chunk=config.chunk,
         )
-        state = init_state(params, self.optim, make_optimiser(self.optim))
+        state = init_state(self.pretrained.params, self.optim, make_optimiser(self.optim))
         self.shardings = state_shardings(self.model, self.mesh, state)
-        self.state = place(state, self.shardings)
+        self.trains = sorted(state.trainable)
+        self.state: TrainState | None = place(state, self.shardings)
+        # From here on the state alone holds the parameters: an update may give their buffers away.
+        self.pretrained = dataclasses.replace(self.pretrained, params=None)
         self.update = compile_update(self.model, self.settings, self.mesh, self.shardings)
         self.loss = compile_loss(self.model, self.settings, self.mesh, self.shardings)
 
@@ -139,10 +142,10 @@ class SFTRun:
             records,
             partial(
                 prepare,
-                tokenizer=self.tokenizer,
+                tokenizer=self.pretrained.tokenizer,
                 template=load_template(data.template),
-                layout=self.layout,
-                budget=self.budget,
+                layout=self.pretrained.layout,
+                budget=self.pretrained.budget,
                 limits=Limits.of(self.config.shapes),
                 cache=self.cache,
                 targets=targets,
@@ -166,16 +169,16 @@ class SFTRun:
     def host_batch(self, examples: Sequence[Example]) -> Any:
         """The numpy batch of a list of examples."""
         items = [example.item for example in examples]
-        return make_group_batch(items, self.config.shapes, layout=self.layout)
+        return make_group_batch(items, self.config.shapes, layout=self.pretrained.layout)
 
     def warm_up(self, state: TrainState) -> TrainState:
         """Compile and run every shape on empty rows, the largest first; the state stays as it is.
 
         A shape that does not fit in memory fails here and not when its first long record arrives.
         """
-        pad_id = SpecialIds.from_tokenizer(self.tokenizer).endoftext
+        pad_id = SpecialIds.from_tokenizer(self.pretrained.tokenizer).endoftext
         for bucket in sorted(self.config.shapes, key=size, reverse=True):
-            batch = empty_batch(bucket, pad_id=pad_id, layout=self.layout)
+            batch = empty_batch(bucket, pad_id=pad_id, layout=self.pretrained.layout)
             state, _ = self.update(state, put_batch(batch, self.mesh))
         return state
 
@@ -215,6 +218,13 @@ class SFTRun:
             "eval/skipped": float(stream.skipped.total()),
         }
 
+    def _take_state(self) -> TrainState:
+        """The initial state, given away: a restored one then does not stand beside it in memory."""
+        if self.state is None:
+            raise SFTConfigError("this run has been fitted; make another SFTRun to go on")
+        state, self.state = self.state, None
+        return state
+
     def fit(self, checkpoints: Checkpoints, **settings: Any) -> tuple[FitResult, RecordStream]:
         """Train to the end; further settings go to `training.loop.fit`."""
         config = self.config
@@ -222,7 +232,7 @@ class SFTRun:
         try:
             result = fit(
                 run=self.folder,
-                state=self.state,
+                state=self._take_state(),
                 step_fn=self.step,
                 steps=self.steps,
                 checkpoints=checkpoints,
@@ -243,8 +253,7 @@ class SFTRun:
 
 def identity(run: SFTRun) -> dict[str, Any]:
     """What a checkpoint must share with the run that reads it."""
-    trains = sorted(run.state.trainable)
-    return {"kind": "sft", "model": run.model, "optim": run.optim, "trains": trains}
+    return {"kind": "sft", "model": run.model, "optim": run.optim, "trains": run.trains}
 
 
 def train(
@@ -280,25 +289,15 @@ def train(
         ) as checkpoints:
             result, stream = run.fit(checkpoints, **settings)
         if config.export:
-            export(run, result.state, folder.path / "model")
+            export(
+                full_params(result.state.trainable, result.state.frozen),
+                run.pretrained,
+                folder.path / "model",
+                dtype=parse_dtype(config.export_dtype, field="export_dtype"),
+            )
         summary = summarise(run, result, stream)
         folder.write_summary(summary)
         return summary
-
-
-def export(run: SFTRun, state: TrainState, folder: Path) -> None:
-    """Write the weights as a Hugging Face folder, beside its place first and then renamed."""
-    partial_folder = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial_folder, ignore_errors=True)
-    save_params(
-        full_params(state.trainable, state.frozen),
-        run.model,
-        partial_folder,
-        source=run.config.model.path,
-        dtype=parse_dtype(run.config.export_dtype, field="export_dtype"),
-    )
-    shutil.rmtree(folder, ignore_errors=True)
-    partial_folder.rename(folder)
 
 
 def summarise(run: SFTRun, result: FitResult, stream: RecordStream) -> dict[str, Any]:

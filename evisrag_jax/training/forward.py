@@ -34,9 +34,7 @@ class GroupBatch(NamedTuple):
     lengths: Int[Array, "P G"]
 
 
-def response_mask(
-    lengths: Int[Array, "P G"], width: int
-) -> Float[Array, "P G T"]:
+def response_mask(lengths: Int[Array, "P G"], width: int) -> Float[Array, "P G T"]:
     """1 on the first `lengths` tokens of each response, up to and including its end token."""
     return (jnp.arange(width) < lengths[..., None]).astype(jnp.float32)
 

@@ -23,9 +23,6 @@ from evisrag_jax.training.optimiser import OptimConfig, trainable_paths
 
 Flat = dict[str, Any]
 
-# Axes of the model that no mesh axis splits, beside the mesh's own rules.
-RULES = {**meshes.DEFAULT_RULES, "head_dim": None, "norm": None}
-
 
 class TrainState(NamedTuple):
     """What an update reads and writes.
@@ -84,13 +81,8 @@ def state_shardings(config: Qwen25VLConfig, mesh: Mesh, state: TrainState) -> Tr
     replicated.
     """
     shapes = flatten(model.param_shapes(config))
-    axes = flatten_axes(model.logical_axes(config))
-    by_path = {
-        path: jax.sharding.NamedSharding(
-            mesh, meshes.param_spec(axes[path], shapes[path].shape, mesh, RULES)[0]
-        )
-        for path in shapes
-    }
+    split = meshes.shardings(model.logical_axes(config), model.param_shapes(config), mesh)
+    by_path = flatten(split)
     whole = meshes.replicated(mesh)
 
     def moment(path: Any, leaf: Any) -> Any:
@@ -104,14 +96,6 @@ def state_shardings(config: Qwen25VLConfig, mesh: Mesh, state: TrainState) -> Tr
         frozen={path: by_path[path] for path in state.frozen},
         opt_state=jax.tree_util.tree_map_with_path(moment, state.opt_state),
     )
-
-
-def flatten_axes(axes: Mapping[str, Any]) -> dict[str, tuple[str | None, ...]]:
-    """`flatten` of a tree whose leaves are tuples of axis names."""
-    named = jax.tree_util.tree_leaves_with_path(
-        dict(axes), is_leaf=lambda node: isinstance(node, tuple)
-    )
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in named}
 
 
 def place(state: TrainState, shardings: TrainState) -> TrainState:

@@ -93,10 +93,8 @@ def reader_loss(params, batch):
     return loss, metrics | {"loss": loss}
 
 
-def optimiser(steps: int) -> optax.GradientTransformation:
-    schedule = optax.warmup_cosine_decay_schedule(
-        0.0, LEARNING_RATE, 50, steps, 0.02 * LEARNING_RATE
-    )
+def optimiser(steps: int, rate: float = LEARNING_RATE) -> optax.GradientTransformation:
+    schedule = optax.warmup_cosine_decay_schedule(0.0, rate, 50, steps, 0.02 * rate)
     decay = functools.partial(jax.tree.map, lambda a: a.ndim > 1)
     return optax.chain(
         optax.clip_by_global_norm(1.0),
@@ -104,12 +102,24 @@ def optimiser(steps: int) -> optax.GradientTransformation:
     )
 
 
-def train(seed: int, steps: int, log: Path, *, report_every: int = 100) -> dict:
-    """Runs the stage; returns the reader's parameters. `log` receives a JSON line a report."""
+def train(
+    seed: int,
+    steps: int,
+    log: Path,
+    *,
+    params: dict | None = None,
+    start: int = 0,
+    rate: float = LEARNING_RATE,
+    report_every: int = 100,
+) -> dict:
+    """Runs the stage; returns the reader's parameters. `log` receives a JSON line a report.
+
+    `params` and `start` (the steps behind them) go on from an earlier leg, on fresh pages.
+    """
     import json
 
-    tx = optimiser(steps)
-    params = init_reader(jax.random.key(seed))
+    tx = optimiser(steps, rate)
+    params = init_reader(jax.random.key(seed)) if params is None else params
     state = tx.init(params)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
@@ -119,12 +129,12 @@ def train(seed: int, steps: int, log: Path, *, report_every: int = 100) -> dict:
         return optax.apply_updates(params, changes), state, metrics
 
     started = time.monotonic()
-    batches = prefetch(lambda i: make_batch(seed, i), 0)
+    batches = prefetch(lambda i: make_batch(seed, i), start)
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("a", encoding="utf-8") as file:
-        for step in range(1, steps + 1):
+        for step in range(start + 1, start + steps + 1):
             params, state, metrics = update(params, state, next(batches))
-            if step % report_every == 0 or step == steps:
+            if step % report_every == 0 or step == start + steps:
                 row = {"stage": "reader", "step": step, "seconds": time.monotonic() - started}
                 row |= {k: float(v) for k, v in metrics.items()}
                 file.write(json.dumps(row) + "\n")

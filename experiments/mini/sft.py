@@ -21,7 +21,7 @@ import numpy as np
 import optax
 
 from evisrag_jax.data.miniworld.episodes import COMPARE_GAP, Episode, episode, reading_task
-from evisrag_jax.data.miniworld.world import stream
+from evisrag_jax.data.miniworld.world import FIELDS, KNOWN_ENTITIES, stream
 from evisrag_jax.models.qwen25vl import model
 from evisrag_jax.models.qwen25vl.config import Qwen25VLConfig
 from evisrag_jax.prompts.chat import build_prompt
@@ -112,35 +112,54 @@ def group_batch(batch: dict) -> GroupBatch:
 def draw_episodes(seed: int, step: int, exercises: float) -> list[Episode]:
     """Mostly questions on three pages; the shorter prompts keep a page's number from being a place.
 
-    A share `exercises` of the rows are reading exercises and, half as often again, rows of numbers.
+    A share `exercises` of the rows are exercises: reading aloud, naming titles, comparing numbers.
     """
     rng = stream(seed, "train", step, task=7)
     episodes = []
     for i in range(PROMPTS):
         n = 3 if rng.random() < 0.8 else int(rng.integers(1, 3))
-        index, kind = step * PROMPTS + i, rng.random()
-        if kind < exercises:
+        index, kind = step * PROMPTS + i, rng.random() / exercises
+        if kind < 0.3:
             episodes.append(reading_task(seed, "train", index, n_pages=n))
-        elif kind < 1.5 * exercises:
+        elif kind < 0.5:
+            episodes.append(title_task(seed, index))
+        elif kind < 1.0:
             episodes.append(number_task(seed, index))
         else:
             episodes.append(episode(seed, "train", index, n_pages=n, shares=QUESTION_SHARES))
     return episodes
 
 
-def number_task(seed: int, index: int, pairs: int = 7) -> Episode:
-    """Seven pairs of numbers, the larger one first in the response: the order of the numbers is
-    learned far more cheaply here than from one comparison a question."""
+def title_task(seed: int, index: int) -> Episode:
+    """Names the titles of three pages, as <observe> does. Any town may stand there, also one that no
+    training question asks for: a name that is never written could never be answered with."""
+    pages = reading_task(seed, "reader", index, n_pages=PAGES, kind="which")
+    titles = " , ".join(page.title for page in pages.pages)
+    return dataclasses.replace(
+        pages, question="What does page show ?", response=f"<observe> {titles}</observe>"
+    )
+
+
+def number_task(seed: int, index: int, clauses: int = 3) -> Episode:
+    """Comparisons whose values stand in the question: the order of the numbers is learned far more
+    cheaply here than from one comparison a question about pages."""
     rng = stream(seed, "train", index, task=8)
-    asked = []
-    while len(asked) < pairs:
-        a, b = (int(v) for v in rng.integers(10, 100, 2))
-        if abs(a - b) >= COMPARE_GAP:
-            asked.append((a, b))
-    question = "Which is more , " + " , ".join(f"{a} or {b}" for a, b in asked) + " ?"
-    response = " , ".join(f"{max(pair)} is more than {min(pair)}" for pair in asked)
+    field = FIELDS[rng.integers(len(FIELDS))]
+    asked, said = [], []
+    for _ in range(clauses):
+        a, b = (KNOWN_ENTITIES[i] for i in rng.choice(len(KNOWN_ENTITIES), 2, replace=False))
+        x, y = 0, 0
+        while abs(x - y) < COMPARE_GAP:
+            x, y = (int(v) for v in rng.integers(10, 100, 2))
+        asked.append(f"{a} {x} or {b} {y}")
+        said.append(f"{a} {field} {x} , {b} {field} {y} , more is {a if x > y else b}")
     page = reading_task(seed, "train", index, n_pages=1)
-    return dataclasses.replace(page, question=question, response=f" {response}", kind="number")
+    return dataclasses.replace(
+        page,
+        question=f"Which has more {field} , " + " , ".join(asked) + " ?",
+        response=" " + " , ".join(said),
+        kind="number",
+    )
 
 
 def init_from_reader(config: Qwen25VLConfig, reader: dict, word_ids: dict[str, int], seed: int):
@@ -240,7 +259,7 @@ def train(
         return optax.apply_updates(trainable, changes), state, metrics
 
     def make(step):
-        share = 0.5 + (0.1 - 0.5) * min(1.0, step / 1000)
+        share = 0.6 + (0.35 - 0.6) * min(1.0, step / 1000)
         return make_batch(layout, draw_episodes(seed, step, share))
 
     started, batches = time.monotonic(), prefetch(make, start)

@@ -2,8 +2,6 @@
 
 import pytest
 
-pytest.importorskip("torch", reason="the reference models are torch (extra: test)")
-
 from tests.models.tiny import make_batch, make_pair, make_row
 
 

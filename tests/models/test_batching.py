@@ -1,5 +1,6 @@
 """What stands beside a prompt in its batch, or behind it as padding, must not change it."""
 
+import dataclasses
 import functools
 
 import jax
@@ -10,7 +11,9 @@ import torch
 
 from evisrag_jax.models.qwen25vl import model
 from evisrag_jax.models.qwen25vl.text import unstack_kv
+from evisrag_jax.pages.patches import make_patches
 from tests.models.tiny import (
+    BUDGET,
     Shape,
     largest,
     loss_and_grads,
@@ -54,11 +57,6 @@ def test_b17_rows_of_a_batch_do_not_mix(untied, rows):
 
 
 def test_b17_another_picture_changes_only_its_row(untied, rows):
-    import dataclasses
-
-    from evisrag_jax.pages.patches import make_patches
-    from tests.models.tiny import BUDGET
-
     before = logits_of(untied, rows[:2])
     other = make_patches(noise_picture(99, 112, 112), untied.layout, BUDGET)
     after = logits_of(untied, [rows[0], dataclasses.replace(rows[1], pages=(other,))])

@@ -14,6 +14,7 @@ from evisrag_jax.models.qwen25vl.text import unstack_kv
 from tests.models.tiny import (
     SPECIAL,
     Shape,
+    append_responses,
     each_tensor,
     largest,
     make_batch,
@@ -52,25 +53,10 @@ def shared(params, config, prompt, images, responses, remat=False):
     ]
 
 
-def append(prompt, responses):
-    """Every prompt G times, each copy with one response behind it: [P·G, L + T]."""
-
-    def one(tokens, positions, length, index, start, response):
-        place = length + jnp.arange(T)
-        tokens = jnp.pad(tokens, (0, T)).at[place].set(response)
-        positions = jnp.pad(positions, ((0, 0), (0, T))).at[:, place].set(start + jnp.arange(T))
-        index = jnp.pad(index, (0, T), constant_values=-1)
-        return model.PromptInputs(tokens, positions, length + T, index, start + T)
-
-    over_group = jax.vmap(one, in_axes=(None,) * 5 + (0,))
-    repeated = jax.vmap(over_group)(*prompt, responses)
-    return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), repeated)
-
-
 @functools.partial(jax.jit, static_argnames="config")
 def repeated(params, config, prompt, images, responses):
     """The same hidden states by the plain path: G copies of prompt and pictures."""
-    whole = append(prompt, responses)
+    whole = append_responses(prompt, responses)
     copies = jax.tree.map(lambda a: jnp.repeat(a, G, axis=0), images)
     features = model.encode_images(params, config, copies)
     hidden, _ = model.prefill(params, config, whole, features)

@@ -141,9 +141,12 @@ def test_vision_block(untied, grid, full):
         out = vision.masked_attention(*flat, jnp.asarray(layout.mask.reshape(shape)))
         return out.reshape(q.shape)
 
-    cos, sin = vision.rotary_angles(jnp.asarray(rowcol), config)
-    params = layer_of(untied.params["vision"]["blocks"], 1)
-    ours = vision.VisionBlock(config).apply(params, jnp.asarray(slots), cos, sin, attend)
+    @jax.jit
+    def block(params, x):
+        cos, sin = vision.rotary_angles(jnp.asarray(rowcol), config)
+        return vision.VisionBlock(config).apply(params, x, cos, sin, attend)
+
+    ours = block(layer_of(untied.params["vision"]["blocks"], 1), slots)
     assert largest(np.asarray(ours)[held], expected) <= BLOCK
 
 
@@ -177,7 +180,10 @@ def test_decoder_layer(untied):
     def attend(q, k, v):
         return causal_attention(q, k, v, jnp.array([12, 12])), None
 
-    cos, sin = text.rotary_angles(jnp.asarray(positions), config)
-    params = layer_of(untied.params["text"]["layers"], 1)
-    ours, _ = text.DecoderLayer(config).apply(params, jnp.asarray(x), cos, sin, attend)
+    @jax.jit
+    def layer(params, x):
+        cos, sin = text.rotary_angles(jnp.asarray(positions), config)
+        return text.DecoderLayer(config).apply(params, x, cos, sin, attend)
+
+    ours, _ = layer(layer_of(untied.params["text"]["layers"], 1), x)
     assert largest(ours, expected) <= BLOCK

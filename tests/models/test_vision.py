@@ -11,6 +11,7 @@ import torch
 from evisrag_jax.models.qwen25vl import vision
 from evisrag_jax.models.qwen25vl.config import VisionConfig
 from evisrag_jax.pages.patches import window_layout
+from evisrag_jax.pages.plan import VisionLayout
 from tests.models.tiny import (
     Shape,
     largest,
@@ -116,41 +117,41 @@ def test_padding_never_reaches_a_feature(deep, pictures):
     np.testing.assert_array_equal(before[1, :64], after[1, :64])
 
 
-def test_scan_equals_a_loop_over_layers(untied, tied):
-    """Both patterns, against a plain loop that picks each layer's attention by its index."""
-    for pair in (untied, tied):
-        config = pair.config.vision
-        row = make_row(pair, 22, (140, 196))
-        images = make_batch(pair, [row], Shape(images=1))[1]
-        patches, mask, rowcol, merged_index = (a[0] for a in images)
-        params = pair.params["vision"]
-        x = vision.PatchEmbed(config).apply({"params": params["patch_embed"]}, patches)
-        cos, sin = vision.rotary_angles(rowcol, config)
-        for i in range(config.depth):
-            side = (1, -1) if i in config.full_attention else (x.shape[1], x.shape[2])
+def loop(params, config, patches, mask, rowcol, merged_index):
+    """`vision.encode` as a plain loop that picks each layer's attention by its index."""
+    x = vision.PatchEmbed(config).apply({"params": params["patch_embed"]}, patches)
+    cos, sin = vision.rotary_angles(rowcol, config)
 
-            def attend(q, k, v, side=side):
-                flat = (a.reshape(*side, *a.shape[-2:]) for a in (q, k, v))
-                return vision.masked_attention(*flat, mask.reshape(side)).reshape(q.shape)  # noqa: B023
+    def attention(shape):
+        def attend(q, k, v):
+            flat = (a.reshape(*shape, *a.shape[-2:]) for a in (q, k, v))
+            return vision.masked_attention(*flat, mask.reshape(shape)).reshape(q.shape)
 
-            layer = jax.tree.map(lambda a: a[i], params["blocks"])  # noqa: B023
-            x = vision.VisionBlock(config).apply({"params": layer}, x, cos, sin, attend)
-        units = x.reshape(1, -1, 4, config.width)
-        merged = vision.PatchMerger(config).apply({"params": params["merger"]}, units)
-        expected = merged[0, np.asarray(merged_index[0, :35])]
-        assert largest(encode(pair, images)[0, :35], expected) <= 1e-5
+        return attend
+
+    I, W, S = mask.shape
+    for i in range(config.depth):
+        attend = attention((I, W * S) if i in config.full_attention else (I * W, S))
+        layer = {"params": jax.tree.map(lambda a, i=i: a[i], params["blocks"])}
+        x = vision.VisionBlock(config).apply(layer, x, cos, sin, attend)
+    units = x.reshape(I, -1, 4, config.width)
+    merged = vision.PatchMerger(config).apply({"params": params["merger"]}, units)
+    return jnp.take_along_axis(merged, merged_index[..., None], axis=1)
+
+
+def test_scan_equals_a_loop_over_layers(pair):
+    """Patterns without a period (depth 5, full 2 and 4) and with one (depth 4, full 1 and 3)."""
+    images = make_batch(pair, [make_row(pair, 22, (140, 196))], Shape(images=1))[1]
+    expected = jax.jit(loop, static_argnums=1)(
+        pair.params["vision"], pair.config.vision, *(a[0] for a in images)
+    )
+    assert largest(encode(pair, images), expected) <= 1e-5
 
 
 def test_exactly_dividing_grid_has_no_extra_window():
     """The reference's index pads a whole window there and drops it again; ours never has it."""
-    layout = window_layout(16, 24, make_layout())
+    layout = window_layout(16, 24, VisionLayout())
     assert layout.mask.shape == (6, 64) and layout.mask.all()
-
-
-def make_layout():
-    from evisrag_jax.pages.plan import VisionLayout
-
-    return VisionLayout()
 
 
 def test_b25_a_picture_over_1000_px_through_32_layers(deep):

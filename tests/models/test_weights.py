@@ -1,5 +1,6 @@
 """Hugging Face folders in and out: key layouts, shards, every error by name, round trips."""
 
+import dataclasses
 import json
 import shutil
 import struct
@@ -16,7 +17,7 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 from evisrag_jax.models.qwen25vl import model, weights
 from evisrag_jax.models.qwen25vl.config import load_config
 from evisrag_jax.models.qwen25vl.weights import WeightsError, load_params, save_params
-from tests.models.tiny import each_tensor, make_batch, make_row, torch_logits
+from tests.models.tiny import each_tensor, make_batch, make_row, relative, torch_logits
 
 LAYOUTS = {
     # published: visual.*, model.layers.*, lm_head
@@ -92,7 +93,6 @@ def test_b32_every_parameter_is_filled(pair, tmp_path):
     tensors = torch_tensors(pair)
     marked = {n: np.full_like(a, i + 1) for i, (n, a) in enumerate(sorted(tensors.items()))}
     params, config = load_params(write(tmp_path, pair, marked))
-    assert_same(jax.eval_shape(lambda: params), model.param_shapes(config)) if False else None
     assert jax.tree.map(jnp.shape, params) == jax.tree.map(
         lambda s: s.shape, model.param_shapes(config)
     )
@@ -219,31 +219,32 @@ def test_b33_untied_without_head(untied, tmp_path):
         load_params(write(tmp_path, untied, tensors))
 
 
-def test_b33_tied_gradient_by_finite_differences(tied):
-    """The embedding's gradient is the sum of its input and its output part: along five drawn
-    directions, in float64, within 1e-6 of central differences."""
-    row = make_row(tied, 61, text=8)
-    prompt, _ = make_batch(tied, [row])
+def test_b33_tied_gradient(tied):
+    """The embedding's gradient is the sum of its input and its output part (those of an untied
+    model with the same numbers, 1e-5), and agrees with central differences along three drawn
+    directions (1e-3; the float32 loss is near 30 and the step 0.003)."""
+    prompt, _ = make_batch(tied, [make_row(tied, 61, text=8)])
+    apart = dataclasses.replace(tied.config, text=dataclasses.replace(tied.config.text, tied=False))
 
-    with jax.enable_x64(True):
-        params = model.cast_params(tied.params, jnp.float64)
+    def loss(table, head=None):
+        text = tied.params["text"] | {"embed": {"embedding": table}}
+        if head is not None:
+            text |= {"head": {"kernel": head}}
+        params, config = tied.params | {"text": text}, tied.config if head is None else apart
+        hidden, _ = model.prefill(params, config, prompt)
+        logp = jax.nn.log_softmax(model.logits(params, config, hidden[:, :7]))
+        return -jnp.take_along_axis(logp, prompt.tokens[:, 1:8, None], -1).sum()
 
-        @jax.jit
-        def loss(table):
-            text = params["text"] | {"embed": {"embedding": table}}
-            whole = params | {"text": text}
-            hidden, _ = model.prefill(whole, tied.config, prompt)
-            kernel = table.T  # float64 logits: the model's own are float32
-            logp = jax.nn.log_softmax(hidden[:, :-1] @ kernel)
-            picked = jnp.take_along_axis(logp, prompt.tokens[:, 1:, None], -1)[..., 0]
-            return -picked[:, :7].sum()
-
-        table = params["text"]["embed"]["embedding"]
-        grad = jax.grad(loss)(table)
-        for key in jax.random.split(jax.random.key(4), 5):
-            direction = jax.random.normal(key, table.shape, jnp.float64)
-            numeric = (loss(table + 1e-4 * direction) - loss(table - 1e-4 * direction)) / 2e-4
-            assert float(jnp.vdot(grad, direction)) == pytest.approx(float(numeric), rel=1e-3)
+    table = tied.params["text"]["embed"]["embedding"]
+    grad = jax.jit(jax.grad(loss))(table)
+    inputs, outputs = jax.jit(jax.grad(loss, argnums=(0, 1)))(table, table.T)
+    assert min(np.linalg.norm(inputs), np.linalg.norm(outputs)) > 0.1 * np.linalg.norm(grad)
+    assert relative(grad, inputs + outputs.T) <= 1e-5
+    value = jax.jit(loss)
+    for key in jax.random.split(jax.random.key(4), 3):
+        step = 0.003 * jax.random.normal(key, table.shape)
+        numeric = float(value(table + step)) - float(value(table - step))
+        assert 2 * float(jnp.vdot(grad, step)) == pytest.approx(numeric, rel=1e-3)
 
 
 def make_source(pair, folder):
@@ -275,7 +276,8 @@ def test_b35_export(pair, tmp_path, shard_bytes):
         assert len(files) > 3
         assert index["metadata"]["total_size"] == sum(a.nbytes for a in ours.values())
         assert {out / name for name in index["weight_map"].values()} == set(files)
-        assert max(sum(a.nbytes for a in load_file(f).values()) for f in files) <= shard_bytes
+        for shard in map(load_file, files):  # the convolution alone is larger than a shard
+            assert len(shard) == 1 or sum(a.nbytes for a in shard.values()) <= shard_bytes
     else:
         assert [file.name for file in files] == [weights.SINGLE]
     for name in weights.SIDE_FILES:

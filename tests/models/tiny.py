@@ -199,6 +199,22 @@ def make_batch(
     return prompt, ImageArrays(*(jnp.asarray(a) for a in images))
 
 
+def append_responses(prompt: model.PromptInputs, responses: jax.Array) -> model.PromptInputs:
+    """Every prompt G times, each copy with one of its responses [P, G, T] behind it."""
+    T = responses.shape[-1]
+
+    def one(tokens, positions, length, index, start, response):
+        place = length + jnp.arange(T)
+        tokens = jnp.pad(tokens, (0, T)).at[place].set(response)
+        positions = jnp.pad(positions, ((0, 0), (0, T))).at[:, place].set(start + jnp.arange(T))
+        index = jnp.pad(index, (0, T), constant_values=-1)
+        return model.PromptInputs(tokens, positions, length + T, index, start + T)
+
+    over_group = jax.vmap(one, in_axes=(None,) * 5 + (0,))
+    repeated = jax.vmap(over_group)(*prompt, responses)
+    return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), repeated)
+
+
 @functools.partial(jax.jit, static_argnames=("config", "remat"))
 def run(params: dict, config: Qwen25VLConfig, prompt, images, remat: bool = False):
     """(logits [P, L, V], features, hidden, KV) of a batch."""

@@ -182,7 +182,7 @@ def test_requests_over_a_limit_are_refused_by_name(make_engine, ask, page):
         engine.generate([good, ask("wordy", "x" * 200)], short)
     with pytest.raises(RequestTooLarge, match="'three'.*3 images.*2"):
         engine.generate([ask("three", "hi", [page(1, (1, 1))] * 3)], short)
-    with pytest.raises(RequestTooLarge, match="'big'.*windows"):
+    with pytest.raises(RequestTooLarge, match="'big'.*12 merged tokens"):
         engine.generate([ask("big", "hi", [page(1, (2, 6))])], short)
     with pytest.raises(RequestTooLarge, match="'good'.*99 response tokens.*32"):
         engine.generate([good], long)

@@ -197,12 +197,14 @@ def test_nothing_recompiles_across_steps_and_no_transfer_is_implicit(engine, req
 
 def test_a_bfloat16_model_runs(make_engine, requests, params):
     half = qwen.cast_params(params, jnp.bfloat16)
-    out = make_engine(params=half).generate(requests, SamplingConfig(max_tokens=6))
-    assert all(c.finish != "error" and np.isfinite(c.logp).all() for (c,) in out)
+    engine = make_engine(params=half, prompts=1, response=16)
+    ((out,),) = engine.generate(requests[:1], SamplingConfig(max_tokens=6))
+    assert out.finish != "error" and np.isfinite(out.logp).all() and out.logp.dtype == np.float32
 
 
 def test_params_can_be_replaced(engine, make_engine, requests, greedy, params):
     other = jax.tree.map(lambda a: a * 1.01 if a.ndim > 2 else a, params)
+    assert ids(engine.generate(requests, GREEDY)) == ids(greedy)
     size = generate.decode._cache_size()
     assert ids(engine.generate(requests, GREEDY, params=other)) != ids(greedy)
     assert ids(engine.generate(requests, GREEDY)) == ids(greedy)
@@ -221,7 +223,7 @@ def test_greedy_text_equals_transformers_token_for_token(
 
     from evisrag_jax.models.qwen25vl.weights import save_params
 
-    save_params(params, config, tmp_path)
+    save_params(params, config, tmp_path, dtype=np.float32)
     reference = Qwen2_5_VLForConditionalGeneration.from_pretrained(tmp_path, dtype=torch.float32)
     banned = np.flatnonzero(np.asarray(engine._banned)).tolist()
     penalty = 1.2

@@ -178,9 +178,9 @@ def make_episode(
         think = f"no page shows {field} of {next(e for e in asked if states[e] != 'row')}"
         answer = INSUFFICIENT
     elif two:
-        winner, loser = sorted(asked, key=values.__getitem__, reverse=True)
+        winner = max(asked, key=values.__getitem__)
         shown = " , ".join(_record(e, field, values[e]) for e in asked)
-        think = f"{shown} , {values[winner]} is more than {values[loser]}"
+        think = f"{shown} , more is {winner}"
         answer = winner
     else:
         think = _record(asked[0], field, values[asked[0]])

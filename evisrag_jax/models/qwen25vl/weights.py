@@ -66,7 +66,7 @@ def _files(folder: Path) -> tuple[Path, dict[str, Path]]:
         raise WeightsError(f"{folder}: neither {SINGLE} nor {INDEX}")
     try:
         listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (ValueError, KeyError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise WeightsError(f"{index}: not a list of shards ({error!r})") from error
     shards = sorted(set(listed.values()))
     missing = [name for name in shards if not (folder / name).is_file()]

@@ -1,0 +1,49 @@
+"""What a run leaves behind: its weights as a Hugging Face folder that any server loads."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from evisrag_jax.models.qwen25vl.weights import save_params
+from evisrag_jax.pages.plan import PixelBudget
+from evisrag_jax.training.pretrained import Pretrained
+
+
+def export(params: Any, pretrained: Pretrained, folder: Path, *, dtype: Any) -> None:
+    """Write `folder`, beside its place first and then renamed.
+
+    Config, tokenizer and template are those of the folder that the run started from. The processor's
+    pixel limits are those of the run's pages, so that whoever loads the folder sees pages at the size
+    that it was trained with.
+
+    Args:
+        params: nested parameters, on devices or the host.
+        dtype: of the weights in the files.
+    """
+    partial_folder = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial_folder, ignore_errors=True)
+    save_params(params, pretrained.config, partial_folder, source=pretrained.folder, dtype=dtype)
+    set_pixel_limits(partial_folder, pretrained.budget)
+    shutil.rmtree(folder, ignore_errors=True)
+    partial_folder.rename(folder)
+
+
+def set_pixel_limits(folder: Path, budget: PixelBudget) -> None:
+    """Put a budget into the processor files of a folder, in every place that they name limits."""
+    limits = {"min_pixels": budget.min_pixels, "max_pixels": budget.max_pixels}
+    limits |= {"shortest_edge": budget.min_pixels, "longest_edge": budget.max_pixels}
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        path = folder / name
+        if not path.is_file():
+            continue
+        content = json.loads(path.read_text(encoding="utf-8"))
+        settings = content if name.startswith("pre") else content.get("image_processor") or {}
+        places = [settings, settings.get("size") or {}]
+        before = json.dumps(places)
+        for place in places:
+            place.update({key: limits[key] for key in place.keys() & limits.keys()})
+        if json.dumps(places) != before:
+            path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,240 @@
+"""Token scores of responses: against torch, against the repeated path, in chunks, with temperature.
+
+The chunked head is the values part of B31.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from evisrag_jax.models.qwen25vl import model
+from evisrag_jax.models.qwen25vl.config import Qwen25VLConfig, TextConfig
+from evisrag_jax.models.qwen25vl.text import unstack_kv
+from evisrag_jax.training.forward import GroupBatch, response_mask, score_responses
+from evisrag_jax.training.logprobs import token_scores
+from tests.models.tiny import (
+    SPECIAL,
+    Shape,
+    append_responses,
+    each_tensor,
+    largest,
+    make_batch,
+    make_pair,
+    make_row,
+    relative,
+    torch_logits,
+)
+
+P, G, T = 2, 3, 6
+LOGP = 2e-5  # largest absolute difference, nats
+GRADIENT = 1e-5  # relative, per tensor
+LENGTHS = np.array([[6, 3, 1], [5, 0, 6]])
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("scores")
+    return make_pair(folder, depth=2, full=(1,), tied=True, layers=2, width=32, seed=7)
+
+
+@pytest.fixture(scope="module")
+def rows(pair):
+    return [make_row(pair, 71, (56, 84), (84, 56)), make_row(pair, 72, text=6)]
+
+
+@pytest.fixture(scope="module")
+def batch(pair, rows):
+    """Two prompts (two pictures, none), three responses each, of lengths 0 to 6."""
+    prompt, images = make_batch(pair, rows, Shape(length=40, images=2, windows=1, tokens=6))
+    tokens = np.random.default_rng(73).integers(0, SPECIAL.endoftext, (P, G, T))
+    return GroupBatch(prompt, images, jnp.asarray(tokens), jnp.asarray(LENGTHS))
+
+
+score = jax.jit(score_responses, static_argnames=("config", "train_vision", "remat", "chunk"))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_scores_equal_torch(pair, rows, batch, temperature):
+    """log softmax(logits / T) and its entropy, by a full torch forward of prompt + response."""
+    ours = score(pair.params, pair.config, batch, temperature=temperature)
+    for p, row in enumerate(rows):
+        size = len(row.prompt.ids)
+        for g in range(G):
+            response = np.asarray(batch.tokens[p, g])
+            ids = np.concatenate([row.prompt.ids, response.astype(np.int32)])
+            whole = dataclasses.replace(row, prompt=dataclasses.replace(row.prompt, ids=ids))
+            with torch.no_grad():
+                logits = torch_logits(pair, whole)[size - 1 : -1] / temperature
+            logp = torch.log_softmax(logits, -1)
+            picked = logp.gather(-1, torch.from_numpy(response.astype(np.int64))[:, None])[:, 0]
+            assert largest(ours.logp[p, g], picked) <= LOGP
+            entropy = -(logp.exp() * logp).sum(-1)
+            assert largest(ours.entropy[p, g], entropy) <= LOGP
+
+
+def objective(scores, lengths):
+    """A drawn linear functional of the real tokens' scores."""
+    weights = jax.random.normal(jax.random.key(1), (2, P, G, T))
+    mask = response_mask(lengths, T)
+    return ((scores.logp * weights[0] + 0.3 * scores.entropy * weights[1]) * mask).sum()
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def repeated_path(params, config, batch):
+    """Scores with every response behind its own copy of prompt and pictures."""
+    whole = append_responses(batch.prompt, batch.tokens)
+    images = jax.tree.map(lambda a: jnp.repeat(a, G, axis=0), batch.images)
+    hidden, _ = model.prefill(params, config, whole, model.encode_images(params, config, images))
+    place = (whole.lengths - T - 1)[:, None] + jnp.arange(T)
+    hidden = jnp.take_along_axis(hidden, place[..., None], axis=1).reshape(P, G, T, -1)
+    return token_scores(params, config, hidden, batch.tokens)
+
+
+def test_shared_prefix_equals_the_repeated_path(pair, batch):
+    """Values, and gradients of all parameters with the tower trained."""
+
+    def loss(params, path):
+        scores = path(params)
+        return objective(scores, batch.lengths), scores
+
+    value = jax.value_and_grad(loss, has_aux=True)
+    (a, ours), grads = value(pair.params, lambda p: score(p, pair.config, batch, train_vision=True))
+    (b, theirs), expected = value(pair.params, lambda p: repeated_path(p, pair.config, batch))
+    assert float(a) == pytest.approx(float(b), rel=1e-5)
+    assert largest(ours.logp, theirs.logp) <= LOGP
+    assert largest(ours.entropy, theirs.entropy) <= LOGP
+    for (name, x), (_, y) in zip(each_tensor(grads), each_tensor(expected), strict=True):
+        assert relative(x, y) <= GRADIENT, name
+
+
+def test_a_frozen_tower_gets_no_gradient(pair, batch):
+    """Exactly 0 for the tower, the same decoder gradient as with the tower trained, also without
+    remat."""
+
+    def grads(**options):
+        def loss(params):
+            return objective(score(params, pair.config, batch, **options), batch.lengths)
+
+        return jax.grad(loss)(pair.params)
+
+    frozen, trained, plain = grads(), grads(train_vision=True), grads(remat=False)
+    assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(frozen["vision"]))
+    assert all(np.asarray(leaf).any() for leaf in jax.tree.leaves(trained["vision"]))
+    for other in (trained, plain):
+        for (name, a), (_, b) in zip(
+            each_tensor(frozen["text"]), each_tensor(other["text"]), strict=True
+        ):
+            assert relative(a, b) <= GRADIENT, name
+
+
+def test_b18_text_only_batch(pair, rows, batch):
+    """No images in the batch: the text prompt's scores stay the same."""
+    prompt = jax.tree.map(lambda a: a[1:], batch.prompt)
+    alone = GroupBatch(prompt, None, batch.tokens[1:], batch.lengths[1:])
+    expected = score(pair.params, pair.config, batch).logp[1]
+    assert largest(score(pair.params, pair.config, alone).logp[0], expected) <= LOGP
+
+
+def test_padding_tokens_do_not_matter(pair, batch):
+    """Whatever stands behind a response's end, the scores up to it are bitwise the same."""
+    mask = np.asarray(response_mask(batch.lengths, T)) > 0
+    np.testing.assert_array_equal(mask.sum(-1), LENGTHS)
+    other = batch._replace(tokens=jnp.where(mask, batch.tokens, SPECIAL.endoftext))
+    a = score(pair.params, pair.config, batch)
+    b = score(pair.params, pair.config, other)
+    np.testing.assert_array_equal(np.asarray(a.logp)[mask], np.asarray(b.logp)[mask])
+
+
+def test_one_token_responses(pair, batch):
+    """T = 1 needs the prompt's last state only."""
+    first = batch._replace(tokens=batch.tokens[..., :1])
+    expected = score(pair.params, pair.config, batch).logp[..., :1]
+    assert largest(score(pair.params, pair.config, first).logp, expected) <= LOGP
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0])
+def test_b51_decode_and_training_agree(pair, batch, temperature):
+    """Token by token against a cache, as a rollout does it: the on-policy ratio is 1."""
+    params, config = pair.params, pair.config
+    features = model.encode_images(params, config, batch.images)
+    hidden, kv = model.prefill(params, config, batch.prompt, features)
+    kv, layers = unstack_kv(kv), model.unstack_layers(params)
+    step = jax.jit(model.extend, static_argnames="config")
+    state = model.last_hidden(hidden, batch.prompt.lengths)[:, None]
+    suffix = model.empty_suffix(config, P, G, T, jnp.float32)
+    decoded = []
+    for t in range(T):
+        logits = model.logits(params, config, jnp.broadcast_to(state, (P, G, state.shape[-1])))
+        logp = jax.nn.log_softmax(logits / temperature)
+        decoded.append(jnp.take_along_axis(logp, batch.tokens[..., t, None], -1)[..., 0])
+        position = jnp.broadcast_to(batch.prompt.next_position[:, None, None] + t, (P, G, 1))
+        token = batch.tokens[..., t : t + 1]
+        state, suffix = step(layers, config, token, position, batch.prompt.lengths, kv, suffix, t)
+        state = state[:, :, 0]
+    trained = score(params, config, batch, temperature=temperature).logp
+    ratio = jnp.exp(trained - jnp.stack(decoded, -1))
+    assert jnp.abs(ratio - 1).max() < 1e-4
+
+
+def two_words() -> tuple[dict, Qwen25VLConfig]:
+    """A head that turns the hidden state [1, 0] into the logits [2, 0]."""
+    text = TextConfig(
+        vocab=2, width=2, mlp=2, layers=1, heads=1, kv_heads=1, head_dim=2, theta=10.0,
+        mrope_section=(1, 0, 0), tied=False,
+    )  # fmt: skip
+    head = jnp.array([[2.0, 0.0], [0.0, 0.0]])
+    return {"text": {"head": {"kernel": head}}}, Qwen25VLConfig(text, None)
+
+
+def test_b51_logits_are_divided_by_the_temperature():
+    """Logits [2, 0] at T = 0.5: log p(0) = -0.018150; dividing log-probs would give -0.253856."""
+    params, config = two_words()
+    hidden, tokens = jnp.array([[1.0, 0.0]]), jnp.array([0])
+    for temperature in (0.5, jnp.float32(0.5)):
+        scores = token_scores(params, config, hidden, tokens, temperature)
+        assert float(scores.logp[0]) == pytest.approx(-0.018150, abs=1e-6)
+        p = np.exp(-0.0181499)
+        entropy = -p * np.log(p) - (1 - p) * np.log(1 - p)
+        assert float(scores.entropy[0]) == pytest.approx(entropy, abs=1e-6)
+
+
+@pytest.mark.parametrize("length", [1, 7, 8, 9, 17])
+def test_b31_chunks_change_nothing(pair, length):
+    """Chunks of 8: lengths 1, chunk - 1, chunk, chunk + 1 and two and a bit; values and gradients
+    against one log-softmax over all positions."""
+    keys = jax.random.split(jax.random.key(length), 4)
+    hidden = jax.random.normal(keys[0], (length, pair.config.text.width))
+    tokens = jax.random.randint(keys[1], (length,), 0, pair.config.text.vocab)
+    weights = jax.random.normal(keys[2], (2, length))
+
+    def chunked(params, hidden):
+        scores = token_scores(params, pair.config, hidden, tokens, 0.7, chunk=8)
+        return (scores.logp * weights[0] + scores.entropy * weights[1]).sum(), scores
+
+    def whole(params, hidden):
+        logits = hidden @ params["text"]["embed"]["embedding"].T / 0.7
+        logp = jax.nn.log_softmax(logits)
+        picked = jnp.take_along_axis(logp, tokens[:, None], -1)[:, 0]
+        entropy = -(jnp.exp(logp) * logp).sum(-1)
+        return (picked * weights[0] + entropy * weights[1]).sum(), (picked, entropy)
+
+    def both(f):
+        return jax.jit(jax.value_and_grad(f, argnums=(0, 1), has_aux=True))(pair.params, hidden)
+
+    (_, ours), grads = both(chunked)
+    (_, theirs), expected = both(whole)
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.shape == (length,)
+        assert largest(a, b) <= 1e-5
+    table = ("text", "embed", "embedding")
+    for a, b in ((grads[1], expected[1]), tuple(leaf(g[0], table) for g in (grads, expected))):
+        assert relative(a, b) <= GRADIENT
+
+
+def leaf(tree, path):
+    return functools.reduce(lambda node, key: node[key], path, tree)
