@@ -34,7 +34,12 @@ def _mini() -> ConfigDict:
                 "seed": 0,
             },
             # pages: (pages a prompt, windows a page, merged tokens a page); one page is 140 x 112 px.
-            "shapes": {"prompts": (50,), "pages": ((3, 6, 20),), "lengths": (96,), "responses": (64,)},
+            "shapes": {
+                "prompts": (50,),
+                "pages": ((3, 6, 20),),
+                "lengths": (96,),
+                "responses": (64,),
+            },
             "method": {
                 "name": "evidence_cot",
                 "template": "mini",

@@ -31,9 +31,7 @@ def main() -> int:
     budget, layout = BUDGETS["default"], VisionLayout()
     if args.model:
         budget, layout = processor_settings(args.model)
-    processor = Qwen2VLImageProcessorPil(
-        min_pixels=budget.min_pixels, max_pixels=budget.max_pixels
-    )
+    processor = Qwen2VLImageProcessorPil(min_pixels=budget.min_pixels, max_pixels=budget.max_pixels)
     files = sorted(p for p in args.pages.rglob("*") if p.suffix.lower() in ENDINGS)
     different = total = 0
     for path in track(files, description="pages"):

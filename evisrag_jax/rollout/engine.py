@@ -208,9 +208,18 @@ class Engine:
         pad, until = self._place(
             (np.int32(self.stop_ids[0]), np.int32(bucket.response)), split=False
         )
-        first = (prefix.hidden, prefix.seen, rows, self._banned, keys, pad)
-        static = {"slots": bucket.response, "dtype": prefix.kv.k[0].dtype, "mesh": self._mesh}
-        state = device.start(*program, *first, **static)
+        state = device.start(
+            self.model,
+            self.config,
+            prefix.hidden,
+            prefix.seen,
+            rows.valid,
+            keys,
+            pad,
+            slots=bucket.response,
+            dtype=prefix.kv.k[0].dtype,
+            mesh=self._mesh,
+        )
         state = device.decode(*program, prefix, rows, self._banned, pad, state, until)
         names = ("tokens", "logp", "length", "stopped", "failed_at")
         return jax.device_get({name: getattr(state, name) for name in names})

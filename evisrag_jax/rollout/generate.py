@@ -2,17 +2,17 @@
 
     encode    images [P, I, W, S, C]         → features [P, I·M, D]
     prefill   prompt [P, L], features        → Prefix: KV of the prompts, last hidden state, tokens seen
-    start     hidden, seen, settings, keys   → DecodeState with the first token of every response
-    decode    Prefix, DecodeState            → DecodeState, all responses done (or `until` tokens each)
+    start     hidden, seen, keys             → DecodeState: room for G responses a prompt, nothing drawn yet
+    decode    Prefix, settings, DecodeState  → DecodeState, all responses done (or `until` tokens each)
 
 `model` is anything with the functions of `models.qwen25vl.model` (the module itself is passed) and `config`
 its frozen configuration; both are static, and so is `mesh`, over whose batch axes prompts are split.
-Everything that changes from call to call is an array, so a shape compiles once. Tokens and caches of one
-response, after t tokens:
+Everything that changes from call to call is an array, so a shape compiles once. One response after t tokens:
 
-    slot        0    1   …  t-2   t-1   t  …
-    tokens      a0   a1  …  .     a(t-1)          written
-    suffix KV   a0   a1  …  a(t-2)                a(t-1) is fed next, at position next_position + t - 1
+    slot        0    1   …  t-1   t  …
+    tokens      a0   a1  …  a(t-1)
+    suffix KV   a0   a1  …  a(t-1)      a(i) was fed at position next_position + i
+    hidden                  of a(t-1); token t is drawn from it
 
 A response that is done keeps its row: padding is fed and nothing more is recorded.
 """
@@ -55,11 +55,11 @@ class Rows(NamedTuple):
 class DecodeState(NamedTuple):
     """Everything that decoding changes. Tokens beyond a response's length are padding, their logp 0."""
 
-    count: Int[Array, ""]  # tokens drawn so far, t above
+    count: Int[Array, ""]  # tokens drawn so far: t above
     tokens: Int[Array, "P G T"]
     logp: Float[Array, "P G T"]  # log softmax(logits / T), see sampling
     length: Int[Array, "P G"]  # the end token counts
-    last: Int[Array, "P G"]  # the token to feed next
+    hidden: Float[Array, "P G D"]  # from which the next token is drawn
     done: Bool[Array, "P G"]
     stopped: Bool[Array, "P G"]  # ended by a stop id
     failed_at: Int[Array, "P G"]  # index of the token whose logits were not finite, -1 if none
@@ -102,11 +102,9 @@ def prefill(
 def start(
     model: Hashable,
     config: Hashable,
-    params: Any,
     hidden: Float[Array, "P D"],
     seen: Bool[Array, "P V"],
-    rows: Rows,
-    banned: Bool[Array, " V"],
+    valid: Bool[Array, " P"],
     keys: Key[Array, "P G"],
     pad: Int[Array, ""],
     *,
@@ -114,10 +112,10 @@ def start(
     dtype: Any,
     mesh: Mesh | None = None,
 ) -> DecodeState:
-    """Draws the first token of G responses a prompt, and makes room for `slots` tokens each.
+    """Makes room for G responses a prompt of at most `slots` tokens each.
 
-    `hidden` and `seen` are those of the Prefix and `dtype` is that of its cache; the prompts' length does not
-    matter here, so prompts of all lengths share the program.
+    `hidden` and `seen` are those of the Prefix and `dtype` is that of its cache. Prompts that are not valid
+    (padding of the batch) are done from the start.
     """
     P, G = grid = keys.shape
     state = DecodeState(
@@ -125,17 +123,15 @@ def start(
         tokens=jnp.broadcast_to(pad, (P, G, slots)).astype(jnp.int32),
         logp=jnp.zeros((P, G, slots), jnp.float32),
         length=jnp.zeros(grid, jnp.int32),
-        last=jnp.broadcast_to(pad, grid).astype(jnp.int32),
-        done=jnp.broadcast_to(~rows.valid[:, None], grid),
+        hidden=jnp.broadcast_to(hidden[:, None], (P, G, hidden.shape[-1])),
+        done=jnp.broadcast_to(~valid[:, None], grid),
         stopped=jnp.zeros(grid, bool),
         failed_at=jnp.full(grid, -1, jnp.int32),
         seen=jnp.broadcast_to(seen[:, None], (P, G, seen.shape[-1])),
         keys=keys,
         suffix=model.empty_suffix(config, P, G, slots, dtype),
     )
-    state = _split(state, mesh)
-    logits = model.logits(params, config, hidden)
-    return _record(state, jnp.broadcast_to(logits[:, None], state.seen.shape), rows, banned, pad)
+    return _split(state, mesh)
 
 
 @partial(jax.jit, static_argnames=("model", "config"), donate_argnames=("state",))
@@ -162,16 +158,21 @@ def decode(
         return (state.count < limit) & ~jnp.all(state.done)
 
     def step(state: DecodeState):
-        fed = state.count - 1
-        position = jnp.broadcast_to(
-            (prefix.next_position + fed)[:, None, None], state.last.shape + (1,)
-        )
+        slot = state.count
+        logits = model.logits(params, config, state.hidden)
+        state, token = _draw(state, logits, rows, banned, pad)
+        position = jnp.broadcast_to((prefix.next_position + slot)[:, None], token.shape)
         hidden, suffix = model.extend(
-            params, config, state.last[..., None], position, prefix.lengths, prefix.kv,
-            state.suffix, fed,
-        )  # fmt: skip
-        logits = model.logits(params, config, hidden[:, :, 0])
-        return _record(state._replace(suffix=suffix), logits, rows, banned, pad)
+            params,
+            config,
+            token[..., None],
+            position[..., None],
+            prefix.lengths,
+            prefix.kv,
+            state.suffix,
+            slot,
+        )
+        return state._replace(hidden=hidden[:, :, 0], suffix=suffix)
 
     return jax.lax.while_loop(unfinished, step, state)
 
@@ -190,14 +191,13 @@ def _split(tree: Any, mesh: Mesh | None) -> Any:
     return jax.tree.map(constrain, tree)
 
 
-def _record(
+def _draw(
     state: DecodeState, logits: Float[Array, "P G V"], rows: Rows, banned: Array, pad: Array
-) -> DecodeState:
-    """Draws token number `count` of every live response and files it."""
-    P, G = state.last.shape
-    controls = Controls(*(jnp.broadcast_to(c[:, None], (P, G)) for c in rows.controls))
-    uniform = token_uniforms(state.keys, state.count)
-    draw = sample(logits, uniform, state.seen, banned, controls)
+) -> tuple[DecodeState, Int[Array, "P G"]]:
+    """Draws token number `count` of every live response and files it; the tokens to feed next."""
+    P, G = grid = state.done.shape
+    controls = Controls(*(jnp.broadcast_to(c[:, None], grid) for c in rows.controls))
+    draw = sample(logits, token_uniforms(state.keys, state.count), state.seen, banned, controls)
 
     live = ~state.done
     failed = live & draw.failed
@@ -208,14 +208,14 @@ def _record(
     full = length >= rows.max_tokens[:, None]
     put = jax.lax.dynamic_update_index_in_dim
     prompt, response = jnp.meshgrid(jnp.arange(P), jnp.arange(G), indexing="ij")
-    return state._replace(
+    state = state._replace(
         count=state.count + 1,
         tokens=put(state.tokens, token, state.count, axis=2),
         logp=put(state.logp, jnp.where(drawn, draw.logp, 0.0), state.count, axis=2),
         length=length,
-        last=token,
         done=state.done | failed | stop | full,
         stopped=state.stopped | stop,
         failed_at=jnp.where(failed, state.count, state.failed_at),
         seen=state.seen.at[prompt, response, token].set(True),
     )
+    return state, token

@@ -118,29 +118,35 @@ def keep_mask(
 
     `scores` are logits / T minus their maximum. The most likely token always survives.
     """
-    vocab = scores.shape[-1]
-    weights = jnp.exp(scores)
+    k = jnp.where(top_k <= 0, scores.shape[-1], top_k).astype(jnp.float32)
 
-    def cut_k():
-        k = jnp.where(top_k <= 0, vocab, jnp.minimum(top_k, vocab)).astype(jnp.float32)
-        return _smallest_set(scores, jnp.ones_like(scores), k)
+    def cut(kept, stage):
+        weights = jnp.where(kept, jnp.where(stage == 0, 1.0, jnp.exp(scores)), 0.0)
+        share = jnp.where(top_p >= 1.0, jnp.inf, (top_p - SLACK) * jnp.sum(weights, -1))
+        return kept & _smallest_set(scores, weights, jnp.where(stage == 0, k, share)), None
 
-    def cut_p(kept):
-        left = jnp.where(kept, weights, 0.0)
-        inside = _smallest_set(scores, left, (top_p - SLACK) * jnp.sum(left, -1))
-        return kept & (inside | (top_p[..., None] >= 1.0))
-
-    kept = jax.lax.cond(jnp.any(top_k > 0), cut_k, lambda: jnp.ones(scores.shape, bool))
-    return jax.lax.cond(jnp.any(top_p < 1.0), cut_p, lambda kept: kept, kept)
+    return jax.lax.scan(cut, jnp.ones(scores.shape, bool), jnp.arange(2))[0]
 
 
 def _smallest_set(scores: Array, weights: Array, need: Array) -> Array:
     """The best-scored tokens, as few as bring the sum of their weights to `need`; never less than one.
 
-    The edge is found by bisection over the bit patterns of the (non-positive) scores: 31 passes over the row
-    give it exactly, several times faster than sorting a vocabulary.
+    The edge is found by bisection over the bit patterns of the (non-positive) scores, a tie by bisection over
+    ids: a few dozen sums over the row, several times faster than sorting a vocabulary.
     """
     keys = jax.lax.bitcast_convert_type(jnp.abs(scores), jnp.int32)  # rises as the score falls
+    edge = _least_bound(keys, weights, need, INFINITY_BITS)[..., None]
+    missing = need - jnp.sum(jnp.where(keys < edge, weights, 0.0), -1)
+    each = jnp.max(jnp.where(keys == edge, weights, 0.0), -1)
+    places = jnp.maximum(jnp.ceil(missing / jnp.maximum(each, TINY)), 1.0)
+    ids = jnp.broadcast_to(jnp.arange(scores.shape[-1]), scores.shape)
+    tied = (keys == edge).astype(jnp.float32)
+    last = _least_bound(ids, tied, places, scores.shape[-1])[..., None]
+    return (keys < edge) | ((keys == edge) & (ids <= last))
+
+
+def _least_bound(keys: Array, weights: Array, need: Array, top: int) -> Array:
+    """The least bound up to `top` for which the weights of keys <= bound add up to `need`; `top` if none does."""
 
     def halve(_, bounds):
         low, high = bounds
@@ -149,12 +155,7 @@ def _smallest_set(scores: Array, weights: Array, need: Array) -> Array:
         return jnp.where(enough, low, middle + 1), jnp.where(enough, middle, high)
 
     low = jnp.zeros(need.shape, jnp.int32)
-    _, edge = jax.lax.fori_loop(0, 31, halve, (low, jnp.full_like(low, INFINITY_BITS)))
-    above, equal = keys < edge[..., None], keys == edge[..., None]
-    missing = need - jnp.sum(jnp.where(above, weights, 0.0), -1)
-    each = jnp.max(jnp.where(equal, weights, 0.0), -1)
-    places = jnp.maximum(jnp.ceil(missing / jnp.maximum(each, TINY)), 1.0)
-    return above | (equal & (jnp.cumsum(equal, -1) <= places[..., None]))
+    return jax.lax.fori_loop(0, top.bit_length(), halve, (low, jnp.full_like(low, top)))[1]
 
 
 def inverse_cdf(weights: Float[Array, "*B V"], uniform: Float[Array, "*B"]) -> Int[Array, "*B"]:

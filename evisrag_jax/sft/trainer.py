@@ -112,9 +112,9 @@ class SFTRun:
     def _read(self, path: str, log: RunFolder | None) -> tuple[list[Record], Targets]:
         """Groups of a data file; what cannot be used is written to `log`'s rejected.jsonl."""
 
-        def refuse(id: str, kind: str, reason: str) -> None:
+        def refuse(id: str, reason: str, detail: str) -> None:
             if log is not None:
-                log.reject(id=id, reason=reason, kind=kind, stage="read", path=path)
+                log.reject(id=id, reason=reason, detail=detail, path=path, stage="read")
 
         records = read_records(
             path,
@@ -124,8 +124,8 @@ class SFTRun:
         group = self.config.largest.group
         heads, targets, empty = group_records(records, self.config.data.target, group)
         for record in empty:
-            reason = f"record {record.id}: has no {self.config.data.target} to train on"
-            refuse(record.id, "no_response", reason)
+            detail = f"record {record.id}: has no {self.config.data.target} to train on"
+            refuse(record.id, "no_response", detail)
         if not heads:
             raise SFTConfigError(
                 f"{path}: none of its {len(records)} readable records has a "

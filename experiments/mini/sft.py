@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from evisrag_jax.data.miniworld.draw import HEIGHT, WIDTH
 from evisrag_jax.data.miniworld.episodes import COMPARE_GAP, Episode, episode, reading_task
 from evisrag_jax.data.miniworld.world import FIELDS, KNOWN_ENTITIES, stream
 from evisrag_jax.models.qwen25vl import model
@@ -44,7 +45,7 @@ class Layout:
         self.tok, self.special = tok, SpecialIds.from_tokenizer(tok)
         mark = encode_plain(tok, "Which")
         self.parts = {}
-        for n in range(1, PAGES + 1):
+        for n in range(PAGES + 1):
             ids = build_prompt(tok, "Which", [GRID] * n).ids.tolist()
             at = next(i for i in range(len(ids)) if ids[i : i + len(mark)] == mark)
             self.parts[n] = (ids[:at], ids[at + len(mark) :])
@@ -63,30 +64,33 @@ class Layout:
         return [*before, *asked, *after], *self.places(n, len(asked))
 
 
-def make_batch(layout: Layout, episodes: list[Episode]) -> dict[str, np.ndarray]:
-    """Host arrays of P episodes, one response each."""
-    P = len(episodes)
+def make_batch(
+    layout: Layout, episodes: list[Episode], pages: int = PAGES
+) -> dict[str, np.ndarray]:
+    """Host arrays of P episodes, one response each, with room for `pages` pages a prompt."""
+    P, length = len(episodes), LENGTH if pages else 32
     batch = {
-        "tokens": np.full((P, LENGTH), layout.special.endoftext, np.int32),
-        "positions": np.zeros((P, 3, LENGTH), np.int32),
+        "tokens": np.full((P, length), layout.special.endoftext, np.int32),
+        "positions": np.zeros((P, 3, length), np.int32),
         "lengths": np.zeros(P, np.int32),
-        "image_index": np.full((P, LENGTH), -1, np.int32),
+        "image_index": np.full((P, length), -1, np.int32),
         "next_position": np.zeros(P, np.int32),
-        "pixels": np.full((P, PAGES, *episodes[0].images.shape[1:]), 255, np.uint8),
-        "word": np.full((P, PAGES, PAGE_TOKENS), -1, np.int32),
-        "place": np.full((P, PAGES, PAGE_TOKENS), -1, np.int32),
-        "page": np.full((P, PAGES, PAGE_TOKENS), -1, np.int32),
+        "pixels": np.full((P, pages, HEIGHT, WIDTH, 3), 255, np.uint8),
+        "word": np.full((P, pages, PAGE_TOKENS), -1, np.int32),
+        "place": np.full((P, pages, PAGE_TOKENS), -1, np.int32),
+        "page": np.full((P, pages, PAGE_TOKENS), -1, np.int32),
         "response": np.full((P, 1, RESPONSE), layout.special.endoftext, np.int32),
         "response_lengths": np.zeros((P, 1), np.int32),
+        "trained_from": np.zeros((P, 1), np.int32),
     }
     for i, e in enumerate(episodes):
-        n = len(e.images)
+        n = len(e.pages)
         ids, positions, following, slots = layout.row(e.question, n)
         batch["tokens"][i, : len(ids)] = ids
         batch["positions"][i, :, : len(ids)] = positions
         batch["lengths"][i], batch["next_position"][i] = len(ids), following
         batch["image_index"][i, slots] = np.arange(n * PAGE_TOKENS)
-        batch["pixels"][i, :n] = e.images
+        batch["pixels"][i, :n] = e.images[:n]
         for k, spec in enumerate(e.pages):
             batch["word"][i, k], batch["place"][i, k], batch["page"][i, k] = page_labels(spec)
         answer = [*layout.tok.encode(e.response, add_special_tokens=False), layout.special.im_end]
@@ -104,9 +108,20 @@ def group_batch(batch: dict) -> GroupBatch:
         batch["image_index"],
         batch["next_position"],
     )
-    return GroupBatch(
-        prompt, page_arrays(batch["pixels"]), batch["response"], batch["response_lengths"]
-    )
+    images = page_arrays(batch["pixels"]) if batch["pixels"].shape[1] else None
+    return GroupBatch(prompt, images, batch["response"], batch["response_lengths"])
+
+
+def derivation_batch(layout: Layout, seed: int, step: int) -> dict[str, np.ndarray]:
+    """Twice as many rows without pages, trained on <think> and <answer> only: observe and evidence
+    are given in the response, so that reasoning is learned at a fraction of the cost."""
+    rows = 2 * PROMPTS
+    shares = {**QUESTION_SHARES, "compare": 1.5}
+    episodes = [episode(seed, "train", step * rows + i, shares=shares) for i in range(rows)]
+    batch = make_batch(layout, [dataclasses.replace(e, pages=()) for e in episodes], pages=0)
+    think = layout.tok.convert_tokens_to_ids("<think>")
+    batch["trained_from"] = np.argmax(batch["response"] == think, axis=-1) + 1
+    return batch
 
 
 def draw_episodes(seed: int, step: int, exercises: float) -> list[Episode]:
@@ -180,11 +195,14 @@ def sft_loss(trainable, fixed, config, batch, word_rows):
     `trainable` holds "text" and, in stage 3, "vision" and the reader's "heads"; `fixed` the rest.
     """
     params = {**fixed, **trainable}
-    joint = "vision" in trainable
+    joint = "vision" in trainable and batch["pixels"].shape[1] > 0
     groups = group_batch(batch)
     mask = response_mask(groups.lengths, groups.tokens.shape[2])
+    mask = mask * (jnp.arange(mask.shape[2]) >= batch["trained_from"][..., None])
     model_params = {"text": params["text"], "vision": params["vision"]}
-    features = model.encode_images(model_params, config, groups.images)
+    features = None
+    if groups.images is not None:
+        features = model.encode_images(model_params, config, groups.images)
     logp = score_responses(model_params, config, groups, features=features, remat=False).logp
     loss = -jnp.sum(logp * mask) / jnp.maximum(jnp.sum(mask), 1)
     if not joint:
@@ -259,6 +277,8 @@ def train(
         return optax.apply_updates(trainable, changes), state, metrics
 
     def make(step):
+        if heads is None and step % 2:
+            return derivation_batch(layout, seed, step)
         share = 0.6 + (0.35 - 0.6) * min(1.0, step / 1000)
         return make_batch(layout, draw_episodes(seed, step, share))
 
@@ -268,7 +288,9 @@ def train(
         for step in range(start + 1, start + steps + 1):
             trainable, state, metrics = update(trainable, state, fixed, next(batches))
             for name, value in metrics.items():
-                history[name].append(value)
+                history[f"{name}_derivation" if heads is None and step % 2 == 0 else name].append(
+                    value
+                )
             now = {**fixed, **trainable}
             if step % 100 == 0 or step == start + steps or step in keep:
                 row = {"stage": "sft" if heads is None else "joint", "step": step}

@@ -1,5 +1,6 @@
 """The RL update on a tiny Qwen2.5-VL: against torch, and what must not change it."""
 
+import copy
 import dataclasses
 
 import jax
@@ -12,6 +13,7 @@ from evisrag_jax.rl.update import UpdateConfig, compile_params
 from evisrag_jax.training.optimiser import decays
 from evisrag_jax.training.state import flatten, full_params
 from tests.rl import update_case as u
+from tests.rl.tiny import quick_compiles  # noqa: F401  (a fixture)
 
 ESTIMATORS = ("paper", "code")
 
@@ -58,6 +60,7 @@ def expected(case, old, tmp_path_factory):
     from tests.rl import torch_reference as reference
 
     model = Qwen2_5_VLForConditionalGeneration.from_pretrained(case.folder, dtype=torch.float32)
+    spare = copy.deepcopy(model)
     ids = u.responses(case.config.text.vocab)
     rows = []
     for item, group in zip(case.items, ids, strict=True):
@@ -91,14 +94,11 @@ def expected(case, old, tmp_path_factory):
         model.zero_grad()
         loss.backward(retain_graph=True)
         folder = tmp_path_factory.mktemp(f"gradients-{name}")
-        kept = {n: p.detach().clone() for n, p in model.named_parameters()}
         with torch.no_grad():
-            for p in model.parameters():
-                p.copy_(torch.zeros_like(p) if p.grad is None else p.grad)
-            model.save_pretrained(folder)
-            for n, p in model.named_parameters():
-                p.copy_(kept[n])
-        out[name] = float(loss), flatten(load_params(folder)[0])
+            for place, p in zip(spare.parameters(), model.parameters(), strict=True):
+                place.copy_(torch.zeros_like(p) if p.grad is None else p.grad)
+        spare.save_pretrained(folder)
+        out[name] = loss.item(), flatten(load_params(folder)[0])
     return out
 
 
@@ -144,21 +144,23 @@ def test_first_step_is_adamw_in_closed_form(base):
     assert int(step.after.step) == 1 and step.metrics["lr"] == pytest.approx(1e-3)
 
 
+# (estimator, micro, mesh of data, fsdp, tensor)
 VARIANTS = [
-    *(("paper", {"micro": micro}, (1, 1, 1)) for micro in (2, 1)),
-    *(("paper", {"micro": 2 if n == 4 else 0}, (n, 1, 1)) for n in (2, 4)),
-    ("paper", {}, (1, 2, 2)),
-    *(("code", {"micro": micro}, (1, 1, 1)) for micro in (2, 1)),
-    ("code", {"micro": 2}, (2, 2, 1)),
+    ("paper", 1, (1, 1, 1)),
+    ("paper", 2, (2, 1, 1)),
+    ("paper", 4, (4, 1, 1)),
+    ("paper", 2, (1, 2, 2)),
+    ("code", 1, (1, 1, 1)),
+    ("code", 2, (2, 2, 1)),
 ]
 
 
-@pytest.mark.parametrize(("name", "changes", "devices"), VARIANTS)
-def test_b53_slices_and_devices_change_nothing(case, old, base, name, changes, devices):
+@pytest.mark.parametrize(("name", "micro", "devices"), VARIANTS)
+def test_b53_slices_and_devices_change_nothing(case, old, base, name, micro, devices):
     """B53: rows of 10, 20, 30, 40 tokens, micro-batches of 4, 2, 1 prompts, data, fsdp and tensor
     meshes: loss 1e-6, gradients 1e-5 relative."""
     batch = u.host_batch(case, name, old=old)
-    step = u.update(case, batch, u.rl_config(name, **changes), devices)
+    step = u.update(case, batch, u.rl_config(name, micro=micro), devices)
     assert step.metrics["loss/total"] == pytest.approx(base[name].metrics["loss/total"], rel=1e-6)
     errors = u.relative(step.grads, base[name].grads)
     assert max(errors.values()) < 1e-5, errors

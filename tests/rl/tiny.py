@@ -7,11 +7,13 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import pytest
 
 from evisrag_jax.models.qwen25vl import model
 from evisrag_jax.rewards.evisrag import RewardConfig
 from evisrag_jax.rl.config import RLConfig, RLRunConfig
 from evisrag_jax.rl.losses import PolicyLossConfig
+from evisrag_jax.runtime import mesh
 from evisrag_jax.training.batching import Bucket
 from evisrag_jax.training.optimiser import OptimConfig
 from evisrag_jax.training.settings import MeshShape, ModelSource, PromptSource
@@ -27,6 +29,29 @@ SPECIAL = {
     "vision_start": "<|vision_start|>",
     "vision_end": "<|vision_end|>",
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compiles():
+    """Programs of the module that imports this are compiled without costly optimisation: half the time,
+    and at these sizes they run as fast."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_devices():
+    """Meshes take as many of the eight virtual devices as their sizes say, and one for a -1."""
+    make_mesh = mesh.make_mesh
+
+    def small(data=-1, fsdp=1, tensor=1, devices=None):
+        sizes = [max(size, 1) for size in (data, fsdp, tensor)]
+        return make_mesh(*sizes, devices=devices or jax.devices()[: int(np.prod(sizes))])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mesh, "make_mesh", small)
+        yield
 
 
 def tiny_config():

@@ -36,6 +36,14 @@ def full_forward(params, config, request, ids, length=160):
     return np.asarray(head(params, config, hidden))[0, n - 1 : n + t]
 
 
+def scores(params, config, request, completion, temperature=1.0):
+    """log softmax(logits / T) of the completion's ids, from the uncached pass, in numpy."""
+    logits = full_forward(params, config, request, completion.ids)[:-1] / temperature
+    logits = logits - logits.max(-1, keepdims=True)
+    logits = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    return logits[np.arange(completion.length), completion.ids]
+
+
 def allowed(engine, logits):
     """Logits without the ids that the engine never samples."""
     return np.where(np.asarray(engine._banned), -np.inf, logits)
@@ -91,7 +99,7 @@ def test_b23_padding_on_the_right_changes_nothing(make_engine, requests, params,
         arrays = batch_prompts([request.prompt], length=size + pads, tokens_per_image=9)
         arrays = jax.tree.map(jnp.asarray, arrays)
         prefix = generate.prefill(qwen, config, params, arrays, features)
-        logits.append(np.asarray(head(params, config, prefix.hidden[0])))
+        logits.append(np.asarray(head(params, config, prefix.hidden)))
         engine = make_engine(prompts=1, length=size + pads, response=16)
         tokens.append(ids(engine.generate([request], settings)))
     assert max(np.abs(a - logits[0]).max() for a in logits[1:]) < 1e-4
@@ -133,8 +141,7 @@ def test_b17_rows_with_two_and_one_images_do_not_mix(engine, requests, ask, page
     for request, group in zip((a, b), both, strict=True):
         assert group[0].ids.tolist() != group[1].ids.tolist()
         for completion in group:
-            logits = full_forward(params, config, request, completion.ids)[:-1]
-            expected = jax.nn.log_softmax(logits)[np.arange(completion.length), completion.ids]
+            expected = scores(params, config, request, completion)
             np.testing.assert_allclose(completion.logp, expected, atol=1e-4)
 
 
@@ -154,8 +161,7 @@ def test_b51_on_policy_ratio_is_one(engine, requests, params, config, temperatur
     worst = 0.0
     for request, group in zip(requests, out, strict=True):
         for completion in group:
-            logits = full_forward(params, config, request, completion.ids)[:-1] / temperature
-            new = jax.nn.log_softmax(logits)[np.arange(completion.length), completion.ids]
+            new = scores(params, config, request, completion, temperature)
             worst = max(worst, float(np.abs(np.exp(new - completion.logp) - 1).max()))
     assert worst < 1e-4
 
@@ -203,7 +209,7 @@ def test_a_bfloat16_model_runs(make_engine, requests, params):
 
 
 def test_params_can_be_replaced(engine, make_engine, requests, greedy, params):
-    other = jax.tree.map(lambda a: a * 1.01 if a.ndim > 2 else a, params)
+    other = jax.device_put(jax.tree.map(lambda a: a * np.float32(1.01), jax.device_get(params)))
     assert ids(engine.generate(requests, GREEDY)) == ids(greedy)
     size = generate.decode._cache_size()
     assert ids(engine.generate(requests, GREEDY, params=other)) != ids(greedy)

@@ -72,13 +72,20 @@ def config(special):
 
 @pytest.fixture(scope="session")
 def params(config):
-    """Random weights, ten times wider than usual so that greedy text varies and pages matter."""
+    """Random weights, ten times wider than at initialisation so that greedy text varies and pages matter."""
     import jax
 
-    from evisrag_jax.models.qwen25vl.model import init_params
+    from evisrag_jax.models.qwen25vl.model import param_shapes
 
-    tree = init_params(config, jax.random.key(7))
-    return jax.tree.map(lambda a: a * 10 if a.ndim > 1 and a.std() > 0 else a, tree)
+    rng = np.random.default_rng(7)
+
+    def fill(path, leaf):
+        noise = rng.normal(size=leaf.shape).astype(np.float32)
+        kind = path[-1].key
+        return 1 + noise * 0.1 if kind == "scale" else noise * (0.1 if kind == "bias" else 0.2)
+
+    tree = jax.tree_util.tree_map_with_path(fill, param_shapes(config))
+    return jax.device_put(jax.tree.map(np.float32, tree))
 
 
 @pytest.fixture(scope="session")

@@ -108,14 +108,14 @@ def write_rows(path: Path, records: list[Record]) -> Path:
     return path
 
 
-def make_config(model: Path, data: Path, **changes) -> SFTConfig:
+def make_config(model: Path, path: Path, **changes) -> SFTConfig:
     """A run of 4 steps on one device, whose every field can be changed."""
-    data_fields = {"path": str(data), "template": "mini", "threads": 0}
+    data_fields = {"path": str(path), "template": "mini", "threads": 0}
     data_fields |= changes.pop("data", {})
     fields = {
         "buckets": (BUCKET,),
         "steps": 4,
-        "optim": OptimConfig(learning_rate=1e-3, schedule="cosine"),
+        "optim": OptimConfig(learning_rate=1e-3, warmup_steps=3),
         "mesh": MeshShape(data=1, fsdp=-1),
         "remat": False,
         "save_every": 2,
