@@ -45,11 +45,11 @@ def setting(name: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Model:
-    """path: a Hugging Face folder or a bundled model ("mini", "mini-sft").  dtype: of parameters and
+    """path: a Hugging Face folder or the name of a bundled model.  dtype: of parameters and
     products, "auto" for float32 on a CPU and bfloat16 elsewhere.  budget: a named pixel budget in
     place of the folder's."""
 
-    path: str = "mini"
+    path: str = "mini-sft"
     dtype: str = "auto"
     budget: str = ""
 

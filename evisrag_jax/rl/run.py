@@ -264,8 +264,11 @@ def train(
 
 
 def summarise(run: RLRun, result: FitResult) -> dict[str, Any]:
-    """The flat dict of summary.json."""
-    rows = [row for row in run.folder.read_metrics() if "reward/overall" in row]
+    """The flat dict of summary.json, of the whole run whatever this process did of it; `compiles` is
+    of this process."""
+    everything = run.folder.read_metrics()
+    rows = [row for row in everything if "reward/overall" in row]
+    held_out = [{k: v for k, v in row.items() if k.startswith("eval/")} for row in everything]
     return {
         "command": "rl",
         "model": run.config.model.path,
@@ -275,8 +278,8 @@ def summarise(run: RLRun, result: FitResult) -> dict[str, Any]:
         "records": len(run.records),
         "reward_first": rows[0]["reward/overall"] if rows else None,
         "reward_last": rows[-1]["reward/overall"] if rows else None,
-        "seconds": round(result.seconds, 3),
+        "seconds": everything[-1]["time"] if everything else 0.0,
         "compiles": result.compiles,
         "export": str(run.folder.path / "model") if run.config.export else None,
-        **{k: v for k, v in result.validation.items() if k.startswith("eval/")},
+        **next(filter(None, reversed(held_out)), {}),
     }

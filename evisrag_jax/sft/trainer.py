@@ -76,6 +76,7 @@ class SFTRun:
         self._held_out: tuple[list[Record], Targets] | None = None
         self.mesh = meshes.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
         check_divides(config.batch, self.mesh)
+        self.records, self.targets = self._read(config.data.path, None if resumed else folder)
         self.pretrained = load_pretrained(
             config.model.path,
             dtype=config.model.param_dtype,
@@ -83,7 +84,6 @@ class SFTRun:
             mesh=self.mesh,
         )
         self.cache = PageCache(config.data.cache_mb * 2**20)
-        self.records, self.targets = self._read(config.data.path, None if resumed else folder)
         self.steps = config.steps or max(1, int(config.epochs * len(self.records)) // config.batch)
         self.optim = for_run(config.optim, self.steps, config.warmup_ratio)
         self._compile()

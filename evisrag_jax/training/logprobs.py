@@ -47,10 +47,10 @@ def token_scores(
     @jax.checkpoint
     def score(chunk_hidden, chunk_ids):
         logits = model.logits(params, config, chunk_hidden) / temperature
-        log_z = jax.nn.logsumexp(logits, -1)
-        picked = jnp.take_along_axis(logits, chunk_ids[:, None], -1)[:, 0]
-        probability = jnp.exp(logits - log_z[:, None])
-        return picked - log_z, log_z - jnp.sum(probability * logits, -1)
+        log_p = jax.nn.log_softmax(logits, -1)
+        picked = jnp.take_along_axis(log_p, chunk_ids[:, None], -1)[:, 0]
+        # Of log p, not of the logits: those are large and would cancel.
+        return picked, -jnp.sum(jnp.exp(log_p) * log_p, -1)
 
     if ids.shape[0] == 1:
         logp, entropy = score(flat[0], ids[0])

@@ -17,7 +17,7 @@ from evisrag_jax.prompts.tokenizer import load_tokenizer, stop_ids
 from evisrag_jax.runtime.mesh import shardings
 from evisrag_jax.runtime.precision import parse_dtype
 
-BUNDLED = ("mini", "mini-sft")
+ASSETS = Path(__file__).parent.parent / "assets"
 
 
 class ModelError(ValueError):
@@ -40,15 +40,19 @@ class Pretrained:
     stop_ids: tuple[int, ...]
 
 
+def bundled() -> list[str]:
+    """Names of the models that the package ships."""
+    return sorted(path.parent.name for path in ASSETS.glob("*/config.json"))
+
+
 def find_model(path: str | Path) -> Path:
-    """A folder, or the name of a model that the package ships ("mini", "mini-sft")."""
+    """A folder, or the name of a bundled model. ModelError lists the names if it is neither."""
     folder = Path(path)
     if folder.is_dir():
         return folder
-    shipped = Path(__file__).parent.parent / "assets" / folder.name
-    if str(path) in BUNDLED and shipped.is_dir():
-        return shipped
-    raise ModelError(f"{path}: no such model folder, and not one of {', '.join(BUNDLED)}")
+    if str(path) in bundled():
+        return ASSETS / str(path)
+    raise ModelError(f"{path}: no such model folder; bundled models: {', '.join(bundled())}")
 
 
 def load_pretrained(

@@ -21,7 +21,7 @@ from experiments.mini import reader, sft, tokenizer
 from experiments.mini.export import export
 from experiments.mini.shapes import mini_config
 
-READER_STEPS, SFT_STEPS, RL_STEPS = 2200, 3000, 240
+READER_STEPS, SFT_STEPS, RL_STEPS = 3100, 2400, 240
 
 
 def main() -> None:

@@ -1,9 +1,9 @@
-"""Stages 2 and 3: the decoder learns the four sections, first alone, then together with the tower.
+"""Stage 2: the decoder learns the four sections on generated episodes; the tower stays as it is.
 
-In stage 2 the tower stays as it is. In stage 3 everything trains, and the reader's losses keep the
-tower reading; its word table is then the tied embedding itself. Episodes are a mixture of full
-questions and two short reading exercises ("read page k", "which page shows X"), whose share falls
-from one half to a tenth. Fresh pages every step; only the "train" split is asked.
+Page batches hold full questions and exercises (reading a page aloud, naming titles, comparing
+numbers), whose share falls with time. Every other batch has no pages at all: observe and evidence are
+given, and only <think> and <answer> are trained, so that reasoning costs a fraction. Fresh episodes
+every step; only the "train" split is asked.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from evisrag_jax.prompts.chat import build_prompt
 from evisrag_jax.prompts.positions import mrope_positions
 from evisrag_jax.prompts.tokenizer import SpecialIds, encode_plain
 from evisrag_jax.training.forward import GroupBatch, response_mask, score_responses
-from experiments.mini.reader import WORDS, page_labels, reader_losses
+from experiments.mini.reader import WORDS
 from experiments.mini.shapes import GRID, page_arrays, prefetch
 
 PROMPTS, PAGES, LENGTH, RESPONSE = 32, 3, 96, 48
 QUESTION_SHARES = {"lookup": 0.35, "compare": 0.40, "absent_page": 0.10, "absent_field": 0.15}
-LEARNING_RATE, JOINT_RATE, TOWER_SHARE, READING_WEIGHT = 1.5e-3, 1.2e-3, 0.6, 0.5
+LEARNING_RATE = 1.2e-3
 PAGE_TOKENS = GRID[0] * GRID[1] // 4
 
 
@@ -76,9 +76,6 @@ def make_batch(
         "image_index": np.full((P, length), -1, np.int32),
         "next_position": np.zeros(P, np.int32),
         "pixels": np.full((P, pages, HEIGHT, WIDTH, 3), 255, np.uint8),
-        "word": np.full((P, pages, PAGE_TOKENS), -1, np.int32),
-        "place": np.full((P, pages, PAGE_TOKENS), -1, np.int32),
-        "page": np.full((P, pages, PAGE_TOKENS), -1, np.int32),
         "response": np.full((P, 1, RESPONSE), layout.special.endoftext, np.int32),
         "response_lengths": np.zeros((P, 1), np.int32),
         "trained_from": np.zeros((P, 1), np.int32),
@@ -91,8 +88,6 @@ def make_batch(
         batch["lengths"][i], batch["next_position"][i] = len(ids), following
         batch["image_index"][i, slots] = np.arange(n * PAGE_TOKENS)
         batch["pixels"][i, :n] = e.images[:n]
-        for k, spec in enumerate(e.pages):
-            batch["word"][i, k], batch["place"][i, k], batch["page"][i, k] = page_labels(spec)
         answer = [*layout.tok.encode(e.response, add_special_tokens=False), layout.special.im_end]
         batch["response"][i, 0, : len(answer)] = answer
         batch["response_lengths"][i, 0] = len(answer)
@@ -189,95 +184,44 @@ def init_from_reader(config: Qwen25VLConfig, reader: dict, word_ids: dict[str, i
     return params
 
 
-def sft_loss(trainable, fixed, config, batch, word_rows):
-    """(sum of -log p) / (number of trained tokens), plus the reader's losses in stage 3.
-
-    `trainable` holds "text" and, in stage 3, "vision" and the reader's "heads"; `fixed` the rest.
-    """
-    params = {**fixed, **trainable}
-    joint = "vision" in trainable and batch["pixels"].shape[1] > 0
+def sft_loss(text, vision, config, batch):
+    """(sum of -log p) / (number of trained tokens)."""
     groups = group_batch(batch)
     mask = response_mask(groups.lengths, groups.tokens.shape[2])
     mask = mask * (jnp.arange(mask.shape[2]) >= batch["trained_from"][..., None])
-    model_params = {"text": params["text"], "vision": params["vision"]}
-    features = None
-    if groups.images is not None:
-        features = model.encode_images(model_params, config, groups.images)
-    logp = score_responses(model_params, config, groups, features=features, remat=False).logp
-    loss = -jnp.sum(logp * mask) / jnp.maximum(jnp.sum(mask), 1)
-    if not joint:
-        return loss, {"loss": loss}
-    features = features.reshape(-1, PAGE_TOKENS, features.shape[-1])
-    labels = {k: batch[k].reshape(-1, PAGE_TOKENS) for k in ("word", "place", "page")}
-    heads = params["heads"]
-    words = params["text"]["embed"]["embedding"][word_rows]
-    words = jnp.concatenate([words, heads["blank"]])
-    reading, read = reader_losses(features, words, heads["place"], heads["page"], labels)
-    return loss + READING_WEIGHT * reading, {"loss": loss, "reading": reading} | {
-        f"read_{k}": v for k, v in read.items()
-    }
-
-
-def optimiser(rate: float, steps: int) -> optax.GradientTransformation:
-    """AdamW on a cosine, the tower at a share of the rate."""
-
-    def adamw(peak):
-        return optax.adamw(
-            optax.warmup_cosine_decay_schedule(0.0, peak, 100, steps, 0.05 * peak),
-            b1=0.9,
-            b2=0.98,
-            weight_decay=0.01,
-            mask=functools.partial(jax.tree.map, lambda a: a.ndim > 1),
-        )
-
-    rates = {"text": adamw(rate), "vision": adamw(TOWER_SHARE * rate), "heads": adamw(rate)}
-
-    def label(tree):
-        return {part: jax.tree.map(lambda _: part, leaves) for part, leaves in tree.items()}  # noqa: B023
-
-    return optax.chain(optax.clip_by_global_norm(1.0), optax.multi_transform(rates, label))
+    params = {"text": text, "vision": vision}
+    logp = score_responses(params, config, groups, remat=False).logp
+    return -jnp.sum(logp * mask) / jnp.maximum(jnp.sum(mask), 1)
 
 
 def train(
-    config,
-    tok,
-    params,
-    seed: int,
-    steps: int,
-    log: Path,
-    out: Path,
-    *,
-    heads=None,
-    start=0,
-    keep=(),
+    config, tok, params, seed: int, steps: int, log: Path, out: Path, *, start=0, keep=()
 ) -> dict:
-    """Runs stage 2, or 3 when the reader's `heads` are given, for `steps` updates.
+    """Runs the stage for `steps` updates, page batches and derivation batches in turn.
 
     `start` is the number of updates before it: data and step numbers go on from there. Parameters
-    are saved as out/sft-STEP at the steps in `keep`, with "heads" in stage 3.
+    are saved as out/sft-STEP at the steps in `keep`.
     """
-    from experiments.mini import tokenizer
     from experiments.mini.skills import skill_table
 
     layout = Layout(tok)
-    trainable = {"text": params["text"]}
-    fixed = {"vision": params["vision"]}
-    if heads is not None:
-        trainable, fixed = {**trainable, "vision": params["vision"], "heads": heads}, {}
-    tx = optimiser(LEARNING_RATE if heads is None else JOINT_RATE, steps)
-    state = tx.init(trainable)
-    ids = tokenizer.word_ids()
-    word_rows = jnp.asarray([ids[word] for word in WORDS])
+    text, vision = params["text"], params["vision"]
+    rate = optax.warmup_cosine_decay_schedule(0.0, LEARNING_RATE, 100, steps, 0.05 * LEARNING_RATE)
+    matrices = functools.partial(jax.tree.map, lambda a: a.ndim > 1)
+    tx = optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.adamw(rate, b1=0.9, b2=0.98, weight_decay=0.01, mask=matrices),
+    )
+    state = tx.init(text)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def update(trainable, state, fixed, batch):
-        grad = jax.value_and_grad(sft_loss, has_aux=True)
-        (_, metrics), grads = grad(trainable, fixed, config, batch, word_rows)
-        changes, state = tx.update(grads, state, trainable)
-        return optax.apply_updates(trainable, changes), state, metrics
+    def update(text, state, vision, batch):
+        loss, grads = jax.value_and_grad(sft_loss)(text, vision, config, batch)
+        changes, state = tx.update(grads, state, text)
+        return optax.apply_updates(text, changes), state, loss
 
     def make(step):
-        if heads is None and step % 2:
+        if step % 2:
             return derivation_batch(layout, seed, step)
         share = 0.6 + (0.35 - 0.6) * min(1.0, step / 1000)
         return make_batch(layout, draw_episodes(seed, step, share))
@@ -285,27 +229,20 @@ def train(
     started, batches = time.monotonic(), prefetch(make, start)
     history = defaultdict(list)
     with log.open("a", encoding="utf-8") as file:
-        for step in range(start + 1, start + steps + 1):
-            trainable, state, metrics = update(trainable, state, fixed, next(batches))
-            for name, value in metrics.items():
-                history[f"{name}_derivation" if heads is None and step % 2 == 0 else name].append(
-                    value
-                )
-            now = {**fixed, **trainable}
-            if step % 100 == 0 or step == start + steps or step in keep:
-                row = {"stage": "sft" if heads is None else "joint", "step": step}
-                row["seconds"] = time.monotonic() - started
+        for step in range(start, start + steps):
+            text, state, loss = update(text, state, vision, next(batches))
+            history["loss_derivation" if step % 2 else "loss"].append(loss)
+            done, now = step + 1, {"text": text, "vision": vision}
+            if done % 100 == 0 or done == start + steps or done in keep:
+                row = {"stage": "sft", "step": done, "seconds": time.monotonic() - started}
                 row |= {k: float(np.mean(jax.device_get(v))) for k, v in history.items()}
                 history.clear()
                 row |= skill_table(now, config, layout)
                 file.write(json.dumps(row) + "\n")
                 file.flush()
-                print(
-                    {k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()},
-                    flush=True,
-                )
-            if step in keep:
-                save(out / f"sft-{step}", now)
+                print(row, flush=True)
+            if done in keep:
+                save(out / f"sft-{done}", now)
     return now
 
 

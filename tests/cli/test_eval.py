@@ -114,7 +114,7 @@ def test_b06_another_pixel_budget_is_warned_of(tiny_model, tmp_path, capsys):
     [
         ([], "eval needs --out RUN"),
         (["--out=x", "file.jsonl"], "positional arguments, got file.jsonl"),
-        (["--out=x", "--config.modle.path=y"], "did you mean 'model'"),
+        (["--out=x", "--config.modle.path=y"], "did you mean 'mode'"),
         (["--out=x", "--config.mode=fuzzy"], "unknown scoring mode 'fuzzy'"),
         (["--out=x", "--config.method.name=ccot"], "method.name='ccot'; one of evidence_cot"),
         (["--out=x", "--config.data.questions=0"], "data.questions=0 must be at least 1"),

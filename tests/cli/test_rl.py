@@ -40,6 +40,8 @@ def test_trains_validates_and_goes_on_with_the_same_command(tiny_model, tmp_path
     before = (run / "metrics.jsonl").read_text()
     assert main(command) == 0
     assert (run / "metrics.jsonl").read_text() == before
+    again = json.loads((run / "summary.json").read_text())
+    assert {**again, "compiles": 0} == {**summary, "compiles": 0}
     assert main([*command, "--config.seed=5"]) == 1
     assert "seed: 0 -> 5" in capsys.readouterr().err
 

@@ -9,6 +9,7 @@ from evisrag_jax.cli.session import (
     Model,
     SessionError,
     Shapes,
+    make_engine,
     make_method,
     open_model,
     read_set,
@@ -60,14 +61,10 @@ def test_method_takes_every_setting(pretrained):
 )
 def test_snug_bucket_holds_its_question(record, pretrained, changes):
     """The request that the method makes fits, with less than one step to spare."""
-    from types import SimpleNamespace
-
     answering = dataclasses.replace(MINI, **changes)
     table = snug_buckets(record, answering, pretrained)
     (bucket,) = table.buckets
-    engine = SimpleNamespace(
-        tokenizer=pretrained.tokenizer, layout=pretrained.layout, buckets=table
-    )
+    engine = make_engine(pretrained, table)
     request = make_method(answering, pretrained).request(record, engine)
     need = measure(request, answering.sampling)
     assert bucket.lacks(need) is None
@@ -82,13 +79,13 @@ def test_snug_bucket_of_a_question_without_pages(record, pretrained):
     assert (bucket.images, bucket.windows, bucket.tokens) == (0, 0, 0)
 
 
-def test_settings_are_refused_by_name(tmp_path):
+def test_settings_are_refused_by_name(tiny_model, tmp_path):
     for make, message in (
         (lambda: Answering(name="ccot"), "method.name='ccot'; one of evidence_cot"),
         (lambda: Shapes((1,), (), (96,), (64,)), "shapes.pages is empty"),
         (lambda: open_model(Model("")), "model.path: a model folder is needed"),
         (lambda: open_model(Model("nowhere")), "model.path: nowhere: no such model folder"),
-        (lambda: open_model(Model("mini", dtype="fp16")), "model.path: .*float16 is refused"),
+        (lambda: open_model(Model(str(tiny_model), "fp16")), "model.path: .*float16 is refused"),
         (lambda: read_set(tmp_path / "no.jsonl"), "data.path: .*no.jsonl"),
     ):
         with pytest.raises(SessionError, match=message) as caught:

@@ -147,6 +147,6 @@ def test_the_tiny_model_answers_end_to_end(make_engine, folder):
         record(folder, "b", ("1.png", "0.png")),
         record(folder, "c", ()),
     ]
-    out = method(records, make_engine(response=8))
+    out = method(records, make_engine())
     assert all(isinstance(p, Prediction) and p.finish in ("stop", "length") for p in out)
-    assert out == method(records, make_engine(response=8))
+    assert out == method(records, make_engine())

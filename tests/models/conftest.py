@@ -2,12 +2,12 @@
 
 import pytest
 
-from tests.models.tiny import make_batch, make_pair, make_row
-
 
 @pytest.fixture(scope="session")
 def untied(tmp_path_factory):
     """Depth 5, full attention in 2 and 4: no period. Untied head, windows of 112 px."""
+    from tests.models.tiny import make_pair
+
     folder = tmp_path_factory.mktemp("untied")
     return make_pair(folder, depth=5, full=(2, 4), tied=False, seed=1)
 
@@ -15,6 +15,8 @@ def untied(tmp_path_factory):
 @pytest.fixture(scope="session")
 def tied(tmp_path_factory):
     """Depth 4, full attention in 1 and 3: period 2. Tied head, windows of 56 px."""
+    from tests.models.tiny import make_pair
+
     folder = tmp_path_factory.mktemp("tied")
     return make_pair(folder, depth=4, full=(1, 3), tied=True, width=32, window=56, seed=2)
 
@@ -25,8 +27,11 @@ def pair(request):
     return request.getfixturevalue(request.param)
 
 
-def make_rows(pair):
+@pytest.fixture(scope="session")
+def rows(pair):
     """Three, two, one and no picture; grids ragged, exactly dividing, and below one window."""
+    from tests.models.tiny import make_row
+
     return [
         make_row(pair, 11, (56, 56), (84, 140), (112, 112)),
         make_row(pair, 12, (140, 196), (112, 224)),
@@ -36,11 +41,8 @@ def make_rows(pair):
 
 
 @pytest.fixture(scope="session")
-def rows(pair):
-    return make_rows(pair)
-
-
-@pytest.fixture(scope="session")
 def batch(pair, rows):
     """The rows as one padded batch."""
+    from tests.models.tiny import make_batch
+
     return make_batch(pair, rows)

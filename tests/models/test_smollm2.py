@@ -27,7 +27,7 @@ from tests.models.tiny import largest, run
 
 WHEEL = os.environ.get("EVISRAG_SMOLLM2_WHEEL")
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "convert_smollm2.py"
-LOGITS = 1e-3  # largest absolute difference; logits reach 30
+LOGITS = 5e-4  # largest absolute difference; logits reach 30
 NEW_TOKENS = 32
 QUESTIONS = (
     "What is the capital of France?",

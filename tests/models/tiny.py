@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import torch
+import pytest
 from PIL import Image
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -28,6 +28,8 @@ from evisrag_jax.pages.plan import PixelBudget, VisionLayout
 from evisrag_jax.prompts.chat import Prompt, batch_prompts
 from evisrag_jax.prompts.positions import merged_grid, mrope_positions
 from evisrag_jax.prompts.tokenizer import SpecialIds
+
+torch = pytest.importorskip("torch", reason="the reference models are torch (extra: test)")
 
 _LOG = logging.getLogger(__name__)
 
@@ -225,9 +227,10 @@ def run(params: dict, config: Qwen25VLConfig, prompt, images, remat: bool = Fals
     return model.logits(params, config, hidden), features, hidden, cache
 
 
-def torch_inputs(row: Row) -> dict[str, Any]:
-    """What transformers' model takes for one prompt, unpadded, pixels from its own processor."""
-    ids = torch.from_numpy(row.prompt.ids.astype(np.int64))[None]
+def torch_inputs(row: Row, response=()) -> dict[str, Any]:
+    """What transformers' model takes for one prompt and the start of a response, unpadded, pixels
+    from its own processor."""
+    ids = torch.tensor([[*row.prompt.ids.tolist(), *map(int, response)]])
     inputs: dict[str, Any] = {"input_ids": ids}
     if row.pictures:
         processor = Qwen2VLImageProcessorPil(
@@ -238,9 +241,9 @@ def torch_inputs(row: Row) -> dict[str, Any]:
     return inputs
 
 
-def torch_logits(pair: Pair, row: Row) -> torch.Tensor:
-    """[L, V] of one prompt."""
-    return pair.torch(**torch_inputs(row)).logits[0]
+def torch_logits(pair: Pair, row: Row, response=()) -> torch.Tensor:
+    """[L + T, V] of one prompt and a response."""
+    return pair.torch(**torch_inputs(row, response)).logits[0]
 
 
 def text_loss(logits, ids, weights):

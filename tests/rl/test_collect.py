@@ -25,7 +25,7 @@ from evisrag_jax.rl.config import RLConfig
 from evisrag_jax.rl.filter import FilterConfig
 from evisrag_jax.rl.losses import PolicyLossConfig
 from evisrag_jax.rl.scopes import encode_tags, scope_masks
-from evisrag_jax.rollout.engine import Completion
+from evisrag_jax.rollout.engine import Completion, Engine
 from evisrag_jax.training.batching import Limits, PageCache, prepare
 from experiments.mini.tokenizer import build
 from tests.rl import tiny
@@ -81,13 +81,11 @@ def complete(tok):
     return make
 
 
-class Script:
-    """An engine that answers calls in turn from a list of groups, and remembers what it was asked."""
-
-    layout = LAYOUT
+class Script(Engine):
+    """An engine that runs no model: it answers calls in turn from a list of groups, and remembers what it was asked."""
 
     def __init__(self, *rounds):
-        self.rounds, self.calls = list(rounds), []
+        self.layout, self.rounds, self.calls = LAYOUT, list(rounds), []
 
     def generate(self, requests, sampling, *, group, seed, step, params):
         self.calls.append({"ids": [r.id for r in requests], "step": step, "sampling": sampling})
@@ -160,10 +158,10 @@ def test_rewards_and_masks_are_those_of_direct_calls(tok, item, records, groups,
 
 
 def test_b43_the_sampled_ids_are_trained_on(tok, item, records, groups, complete):
-    """B43: ids whose text would be encoded otherwise come out as they were sampled, with the sampler's
-    log-probs; rewards see the text."""
-    bare = tok.convert_tokens_to_ids("▁")
-    odd = complete([bare, bare, *encode_response(tok, "no page"), bare], "length")
+    """B43: ids whose text would be encoded otherwise (a special token in the middle) come out as they
+    were sampled, with the sampler's log-probs; rewards see the text."""
+    start = SpecialIds.from_tokenizer(tok).im_start
+    odd = complete([start, *encode_response(tok, "no page"), start], "length")
     assert list(encode_response(tok, odd.text)) != odd.ids.tolist()
     groups[0][1] = odd
     collect, _ = collector(tok, item, config(), [records[:2]], groups)

@@ -11,7 +11,7 @@ import pytest
 from evisrag_jax.data.miniworld.files import write_dataset
 from evisrag_jax.models.qwen25vl.weights import load_params
 from evisrag_jax.pages.plan import BUDGETS, processor_settings
-from evisrag_jax.prompts.tokenizer import encode_response, load_tokenizer
+from evisrag_jax.prompts.tokenizer import load_tokenizer
 from evisrag_jax.rl.collect import Collector
 from evisrag_jax.rl.config import RLConfigError
 from evisrag_jax.rl.export import set_pixel_limits
@@ -244,14 +244,10 @@ def test_b51_sampler_and_trainer_agree(model, data, tmp_path, temperature):
     shown = np.arange(logp.shape[-1]) < got.groups.lengths[..., None]
     ratio = np.exp(logp - got.sampled)[shown]
     assert shown.sum() > 20 and np.abs(ratio - 1).max() < 1e-4
-    tokenizer, differ = run.pretrained.tokenizer, 0
     for p, group in enumerate(seen):
         for g, done in enumerate(group):
             ids = got.groups.tokens[p, g, : got.groups.lengths[p, g]]
             np.testing.assert_array_equal(ids, done.ids)
-            body = done.ids[: len(done.ids) - (done.finish == "stop")]
-            differ += list(encode_response(tokenizer, done.text)) != body.tolist()
-    assert differ > 0, "some text would be encoded otherwise"
     collect.close()
     stream.close()
 

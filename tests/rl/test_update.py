@@ -119,10 +119,10 @@ def _torch_logp(torch, model, item, ids):
 
 @pytest.mark.parametrize("name", [*ESTIMATORS, "released"])
 def test_loss_and_gradient_equal_torch(base, released, expected, name):
-    """Loss 1e-5, every tensor's gradient 1e-4 relative; ratios far from 1, dual clip in "code"."""
+    """Loss 1e-5 absolute, every tensor's gradient 1e-4 relative; ratios far from 1, dual clip in "code"."""
     step = released if name == "released" else base[name]
     loss, grads = expected[name]
-    assert step.metrics["loss/total"] == pytest.approx(loss, rel=1e-5)
+    assert step.metrics["loss/total"] == pytest.approx(loss, abs=1e-5)
     assert step.metrics["loss/clipfrac_higher"] > 0.05
     trained = {path: grads[path] for path in step.grads}
     assert all(path.startswith("text/") for path in trained)
@@ -158,12 +158,13 @@ VARIANTS = [
 @pytest.mark.parametrize(("name", "micro", "devices"), VARIANTS)
 def test_b53_slices_and_devices_change_nothing(case, old, base, name, micro, devices):
     """B53: rows of 10, 20, 30, 40 tokens, micro-batches of 4, 2, 1 prompts, data, fsdp and tensor
-    meshes: loss 1e-6, gradients 1e-5 relative."""
+    meshes: loss 1e-6, gradients 1e-5 relative; 2e-5 where fsdp or tensor cut a contraction in two,
+    which adds the same float32 terms in another order in every layer."""
     batch = u.host_batch(case, name, old=old)
     step = u.update(case, batch, u.rl_config(name, micro=micro), devices)
-    assert step.metrics["loss/total"] == pytest.approx(base[name].metrics["loss/total"], rel=1e-6)
+    assert step.metrics["loss/total"] == pytest.approx(base[name].metrics["loss/total"], abs=1e-6)
     errors = u.relative(step.grads, base[name].grads)
-    assert max(errors.values()) < 1e-5, errors
+    assert max(errors.values()) < (1e-5 if devices[1:] == (1, 1) else 2e-5), errors
     same = ("rollout/trained_tokens", "loss/clipfrac_higher", "loss/entropy", "loss/ppo_kl")
     for metric in same:
         assert step.metrics[metric] == pytest.approx(base[name].metrics[metric], rel=1e-4)
@@ -175,7 +176,7 @@ def test_b29_padding_prompts_change_nothing_on_eight_devices(case, old, base):
     step = u.update(case, batch, u.rl_config("paper", prompts=8), (8, 1, 1))
     assert step.metrics["rollout/trained_tokens"] == u.LENGTHS.sum()
     assert step.metrics["loss/total"] == pytest.approx(
-        base["paper"].metrics["loss/total"], rel=1e-6
+        base["paper"].metrics["loss/total"], abs=1e-6
     )
     errors = u.relative(step.grads, base["paper"].grads)
     assert max(errors.values()) < 1e-5, errors

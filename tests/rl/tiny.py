@@ -74,7 +74,7 @@ def tiny_config():
     return dataclasses.replace(mini, text=text, vision=vision)
 
 
-def draw_params(config, seed: int = 0):
+def draw_params(config, seed: int = 0, embedding: float = 1.0):
     """Weights that keep activations near 1 and make sampled responses vary and end by themselves."""
     rng = np.random.default_rng(seed)
 
@@ -87,16 +87,16 @@ def draw_params(config, seed: int = 0):
             return 0.1 * noise
         if name.endswith("embedding"):
             noise[vocabulary().index(STOP)] *= 2.5
-            return noise
+            return embedding * noise
         return noise / leaf.shape[-2] ** 0.5
 
     return jax.tree_util.tree_map_with_path(draw, model.param_shapes(config))
 
 
-def write_model(folder: Path, seed: int = 0) -> Path:
+def write_model(folder: Path, seed: int = 0, embedding: float = 1.0) -> Path:
     """The model's folder; its weights are bfloat16 on disk."""
     config = tiny_config()
-    return export.export(draw_params(config, seed), config, folder)
+    return export.export(draw_params(config, seed, embedding), config, folder)
 
 
 def code_config(**changes) -> RLConfig:
@@ -115,7 +115,7 @@ def code_config(**changes) -> RLConfig:
     return RLConfig(**(fields | changes))
 
 
-def run_config(model_folder: Path, data: Path, **changes) -> RLRunConfig:
+def run_config(model_folder: Path, file: Path, **changes) -> RLRunConfig:
     """A run of 4 steps, whose every field can be changed; `devices` go to the mesh's data axis."""
     fields = {
         "rl": code_config(),
@@ -127,7 +127,7 @@ def run_config(model_folder: Path, data: Path, **changes) -> RLRunConfig:
         "export_dtype": "float32",
         **PAGES,
     }
-    source = {"path": str(data), "template": "mini", "threads": 0} | changes.pop("data", {})
+    source = {"path": str(file), "template": "mini", "threads": 0} | changes.pop("data", {})
     return RLRunConfig(
         model=ModelSource(path=str(model_folder), compute_dtype="float32"),
         data=PromptSource(**source),

@@ -2,14 +2,18 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from evisrag_jax.models.qwen25vl.text import KV
+from evisrag_jax.rollout import generate
 from evisrag_jax.rollout.buckets import BucketTable, RequestTooLarge
 from evisrag_jax.rollout.engine import Engine, Request, longest_run, unsampled_ids
-from evisrag_jax.rollout.sampling import SamplingConfig
+from evisrag_jax.rollout.sampling import SamplingConfig, stack_controls
+from evisrag_jax.runtime.mesh import batch_sharding, make_mesh, replicated
+from evisrag_jax.runtime.prng import sample_keys
 
 VOCAB = 272
 
@@ -74,14 +78,13 @@ def letter(tok):
 
 @pytest.fixture
 def run(tok, special, bucket, ask):
-    """run(table, ...) → completions of one text request; the prompt ends with a newline token."""
+    """run(table, ...) → completions of text requests; a prompt ends with a newline token."""
 
-    def call(params, sampling=None, names=("r",), **options):
-        shape = dataclasses.replace(bucket, images=0, windows=0, tokens=0, response=32)
-        engine = Engine(
-            params, Config(), tok, BucketTable((shape,)), model=Markov,
-            stop_ids=(special.im_end, special.endoftext),
-        )  # fmt: skip
+    def call(params, sampling=None, names=("r",), stop_ids=None, **options):
+        shape = dataclasses.replace(bucket, images=0, windows=0, tokens=0)
+        stop_ids = stop_ids or (special.im_end, special.endoftext)
+        table = BucketTable((shape,))
+        engine = Engine(params, Config(), tok, table, model=Markov, stop_ids=stop_ids)
         sampling = sampling or SamplingConfig(temperature=0.0, max_tokens=8)
         return engine.generate([ask(n, "hi") for n in names], sampling, **options)
 
@@ -108,13 +111,9 @@ def test_b40_neither_end_id_runs_to_the_limit(run, tok, letter):
     assert (out.finish, out.text, out.length) == ("length", "abcd", 4)
 
 
-def test_b40_a_stop_token_that_is_no_special_token_stays_out_of_the_text(tok, bucket, ask, letter):
-    shape = dataclasses.replace(bucket, images=0, windows=0, tokens=0)
+def test_b40_a_stop_token_that_is_no_special_token_stays_out_of_the_text(run, tok, letter):
     params = chain(tok, NEWLINE, letter("a"), letter("!"))
-    engine = Engine(
-        params, Config(), tok, BucketTable((shape,)), model=Markov, stop_ids=(letter("!"),)
-    )
-    ((out,),) = engine.generate([ask("r", "hi")], SamplingConfig(temperature=0.0, max_tokens=8))
+    ((out,),) = run(params, stop_ids=(letter("!"), letter("?")))
     assert (out.text, out.finish, out.ids.tolist()[-1]) == ("a", "stop", letter("!"))
 
 
@@ -206,16 +205,81 @@ def test_bad_engine_arguments_are_refused(make_engine, special):
     assert make_engine().generate([], SamplingConfig(max_tokens=2)) == []
 
 
-def test_warm_up_compiles_every_bucket_so_that_generating_compiles_nothing(run, tok, bucket, ask):
-    from evisrag_jax.rollout import generate
-
-    shape = dataclasses.replace(bucket, images=0, windows=0, tokens=0, length=90)
+def test_warm_up_compiles_every_bucket_so_that_generating_compiles_nothing(tok, bucket, ask):
+    shape = dataclasses.replace(bucket, images=0, windows=0, tokens=0)
     table = BucketTable((shape, dataclasses.replace(shape, length=80)))
     engine = Engine(
-        chain(tok, NEWLINE), Config(), tok, table, model=Markov, stop_ids=(258,), banned_ids=()
+        chain(tok, NEWLINE), Config(), tok, table, model=Markov, stop_ids=(256, 258), banned_ids=()
     )
     programs = (generate.prefill, generate.start, generate.decode)
-    assert engine.warm_up(group=3) == 2
+    assert engine.warm_up() == 2
     sizes = [program._cache_size() for program in programs]
-    engine.generate([ask("r", "hi"), ask("s", "x" * 30)], SamplingConfig(max_tokens=5), group=3)
+    engine.generate([ask("r", "hi"), ask("s", "x" * 30)], SamplingConfig(max_tokens=5))
     assert [program._cache_size() for program in programs] == sizes
+
+
+def device_inputs(tok, P, G, L, T, mesh=None):
+    """Arguments of the device programs for P equal prompts of L tokens that end in a newline."""
+    from evisrag_jax.prompts.chat import PromptArrays
+
+    tokens = np.full((P, L), tok.backend_tokenizer.token_to_id(NEWLINE), np.int32)
+    prompt = PromptArrays(
+        tokens=tokens,
+        positions=np.zeros((P, 3, L), np.int32),
+        lengths=np.full(P, L, np.int32),
+        image_index=np.full((P, L), -1, np.int32),
+        next_position=np.full(P, L, np.int32),
+    )
+    rows = generate.Rows(
+        controls=stack_controls([SamplingConfig()] * P),
+        max_tokens=np.full(P, T, np.int32),
+        stop_ids=np.full((P, 1), 258, np.int32),
+        valid=np.ones(P, bool),
+    )
+    keys = sample_keys(1, 1, [f"p{i}" for i in range(P)], G)
+    arrays = prompt, rows, keys
+    if mesh is not None:
+        arrays = jax.device_put(arrays, batch_sharding(mesh))
+    return jax.tree.map(jnp.asarray, arrays)
+
+
+def test_decoding_in_two_calls_equals_one(tok):
+    """`until` stops early; the state goes on from there with the same tokens."""
+    program = (Markov, Config(), {"table": jnp.zeros((VOCAB, VOCAB))})
+    prompt, rows, keys = device_inputs(tok, P=2, G=3, L=5, T=8)
+    prefix = generate.prefill(*program, prompt, None)
+    pad, banned = jnp.int32(0), jnp.zeros(VOCAB, bool)
+    results = []
+    for stops in ((8,), (3, 8)):
+        state = generate.start(
+            *program[:2], prefix.hidden, prefix.seen, rows.valid, keys, pad,
+            slots=8, dtype=jnp.float32,
+        )  # fmt: skip
+        for stop in stops:
+            state = generate.decode(*program, prefix, rows, banned, pad, state, jnp.int32(stop))
+            assert int(state.count) <= stop
+        results.append((np.asarray(state.tokens), np.asarray(state.logp)))
+    np.testing.assert_array_equal(results[0][0], results[1][0])
+    np.testing.assert_array_equal(results[0][1], results[1][1])
+    assert len(np.unique(results[0][0])) > 8
+
+
+def test_a_mesh_splits_caches_over_prompts(tok):
+    """The response cache of 4 prompts on 2 devices: two prompts a device, never a whole copy."""
+    mesh = make_mesh(data=2, fsdp=1, tensor=1, devices=jax.devices()[:2])
+    params = jax.device_put({"table": np.zeros((VOCAB, VOCAB), np.float32)}, replicated(mesh))
+    prompt, rows, keys = device_inputs(tok, P=4, G=2, L=5, T=8, mesh=mesh)
+    prefix = generate.prefill(Markov, Config(), params, prompt, None, mesh)
+    pad = jax.device_put(np.int32(0), replicated(mesh))
+    state = generate.start(
+        Markov, Config(), prefix.hidden, prefix.seen, rows.valid, keys, pad,
+        slots=8, dtype=jnp.float32, mesh=mesh,
+    )  # fmt: skip
+    for array in (*state.suffix.k, *prefix.kv.k, state.seen, state.hidden):
+        assert {s.data.shape[0] for s in array.addressable_shards} == {2}
+
+
+def test_buckets_must_divide_over_the_mesh(make_engine):
+    mesh = make_mesh(data=8)
+    with pytest.raises(ValueError, match="4 prompts do not divide over 8"):
+        make_engine(mesh=mesh)

@@ -203,8 +203,8 @@ def test_nothing_recompiles_across_steps_and_no_transfer_is_implicit(engine, req
 
 def test_a_bfloat16_model_runs(make_engine, requests, params):
     half = qwen.cast_params(params, jnp.bfloat16)
-    engine = make_engine(params=half, prompts=1, response=16)
-    ((out,),) = engine.generate(requests[:1], SamplingConfig(max_tokens=6))
+    engine = make_engine(params=half, images=0, windows=0, tokens=0, prompts=1, response=16)
+    ((out,),) = engine.generate(requests[2:3], SamplingConfig(max_tokens=6))
     assert out.finish != "error" and np.isfinite(out.logp).all() and out.logp.dtype == np.float32
 
 

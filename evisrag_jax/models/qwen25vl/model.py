@@ -82,7 +82,9 @@ def encode_images(
     """
     if config.vision is None:
         raise ValueError("this model has no vision tower; pass features=None to prefill")
-    P, I = images.patches.shape[:2]
+    P, I, M = images.merged_index.shape
+    if I * M == 0:
+        return jnp.zeros((P, 0, config.vision.out_width), compute_dtype(params))
     patches, mask, rowcol, merged_index = (
         jnp.asarray(a).reshape(P * I, *a.shape[2:])
         for a in (images.patches, images.mask, images.rowcol, images.merged_index)
@@ -91,7 +93,7 @@ def encode_images(
     features = tower.encode(
         params["vision"], config.vision, patches, mask, rowcol, merged_index, remat=remat
     )
-    return features.reshape(P, I * features.shape[1], -1)
+    return features.reshape(P, I * M, -1)
 
 
 def embed_prompt(
