@@ -70,7 +70,7 @@ def _show(text: str, finish: str) -> None:
             body = Text(sections[tag].text.strip())
             console.print(Panel(body, title=tag, title_align="left", border_style=colours[tag]))
     if not sections:
-        console.print(Text(text))
+        console.print(Text(text if text.strip() else "(the response is empty)"))
     if finish != "stop":
         console.print(f"[red]the response did not end by itself ({finish})[/red]")
 

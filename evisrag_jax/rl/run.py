@@ -26,7 +26,6 @@ from evisrag_jax.prompts.tokenizer import encode_plain
 from evisrag_jax.rewards.gold import GoldError, gold_text
 from evisrag_jax.rl.collect import Collector
 from evisrag_jax.rl.config import RLConfigError, RLRunConfig
-from evisrag_jax.rl.export import export
 from evisrag_jax.rl.trainer import fit_rl
 from evisrag_jax.rl.update import UpdateConfig
 from evisrag_jax.rollout.buckets import Bucket as RolloutBucket
@@ -37,9 +36,11 @@ from evisrag_jax.runtime.checkpoints import Checkpoints
 from evisrag_jax.runtime.json_files import write_json
 from evisrag_jax.runtime.precision import default_precision, parse_dtype
 from evisrag_jax.runtime.run_folder import RunFolder, versions
-from evisrag_jax.training.batching import Limits, PageCache, check_divides, prepare
+from evisrag_jax.training.batching import Limits, check_divides, prepare
+from evisrag_jax.training.export import export
 from evisrag_jax.training.loop import FitResult
 from evisrag_jax.training.optimiser import for_run, make_optimiser
+from evisrag_jax.training.page_cache import PageCache
 from evisrag_jax.training.pretrained import load_pretrained
 from evisrag_jax.training.state import full_params, init_state, place, state_shardings
 

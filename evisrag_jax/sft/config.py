@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from evisrag_jax.runtime.precision import parse_dtype
 from evisrag_jax.training.batching import Bucket
 from evisrag_jax.training.optimiser import OptimConfig
+from evisrag_jax.training.settings import MeshShape, ModelSource, PromptSource
 
 TARGETS = ("response", "answers")
 
@@ -17,58 +18,17 @@ class SFTConfigError(ValueError):
 
 
 @dataclass(frozen=True)
-class ModelSource:
-    """Where the run starts: a Hugging Face folder, the format parameters are kept in, and the one
-    products are computed in ("auto": float32 on a CPU, bfloat16 elsewhere)."""
+class DataSource(PromptSource):
+    """Training records and how they become prompts and targets.
 
-    path: str = ""
-    param_dtype: str = "float32"
-    compute_dtype: str = "auto"
-
-    def __post_init__(self) -> None:
-        parse_dtype(self.param_dtype, field="model.param_dtype")
-        if self.compute_dtype != "auto":
-            parse_dtype(self.compute_dtype, field="model.compute_dtype")
-
-
-@dataclass(frozen=True)
-class DataSource:
-    """Training records and how they become prompts.
-
-    path: a data file or page-corpus folder.  validation: held-out records, "" for none.
-    image_root: folder that image paths are relative to, "" for the file's own.  template: a named
-    template or a file.  system: replaces the chat layout's default system line where not "".
-    images_first: pages before the text.  budget: a named pixel budget, "" for the model folder's.
-    exif_transpose: turn photos upright.  target: "response" trains on the tagged response,
-    "answers" on every gold answer as a group.  threads, ahead: preparation ahead of the step.
-    cache_mb: prepared pages kept in memory, in MiB.
+    target: "response" trains on the tagged response, "answers" on every gold answer as a group.
     """
 
-    path: str = ""
-    validation: str = ""
-    image_root: str = ""
-    template: str = "evidence_cot"
-    system: str = ""
-    images_first: bool = False
-    budget: str = ""
-    exif_transpose: bool = True
     target: str = "response"
-    threads: int = 2
-    ahead: int = 16
-    cache_mb: int = 1024
 
     def __post_init__(self) -> None:
         if self.target not in TARGETS:
             raise SFTConfigError(f"data.target={self.target!r}; one of {', '.join(TARGETS)}")
-
-
-@dataclass(frozen=True)
-class MeshShape:
-    """Devices along each axis of the mesh; one of them may be -1 and takes what is left."""
-
-    data: int = -1
-    fsdp: int = 1
-    tensor: int = 1
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,6 @@ from evisrag_jax.sft.objective import UpdateConfig, compile_loss, compile_update
 from evisrag_jax.sft.targets import Targets, group_records
 from evisrag_jax.training.batching import (
     Limits,
-    PageCache,
     check_divides,
     empty_batch,
     make_group_batch,
@@ -43,6 +42,7 @@ from evisrag_jax.training.batching import (
 from evisrag_jax.training.export import export
 from evisrag_jax.training.loop import FitResult, fit
 from evisrag_jax.training.optimiser import for_run, make_optimiser
+from evisrag_jax.training.page_cache import PageCache
 from evisrag_jax.training.pretrained import load_pretrained
 from evisrag_jax.training.state import (
     TrainState,

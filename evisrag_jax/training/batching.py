@@ -10,12 +10,8 @@ by name and never cut.
 from __future__ import annotations
 
 import dataclasses
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import astuple, dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -25,51 +21,15 @@ from transformers import PreTrainedTokenizerFast
 
 from evisrag_jax.data.schema import Record
 from evisrag_jax.models.qwen25vl.model import PromptInputs
-from evisrag_jax.pages.decode import PageError, load_page
-from evisrag_jax.pages.patches import PagePatches, make_patches, stack_pages
+from evisrag_jax.pages.patches import PagePatches, stack_pages
 from evisrag_jax.pages.plan import PixelBudget, VisionLayout
 from evisrag_jax.prompts.chat import Prompt, PromptTooLong, batch_prompts, build_prompt
 from evisrag_jax.prompts.template import Template
 from evisrag_jax.prompts.tokenizer import SpecialIds, encode_response
 from evisrag_jax.runtime import mesh as meshes
 from evisrag_jax.training.forward import GroupBatch
-
-
-class ResponseTooLong(PromptTooLong):
-    """A target response over its limit: refused, never cut."""
-
-    kind = "response_too_long"
-
-    def __init__(self, name: str, needed: int, limit: int):
-        super().__init__(name, needed, limit)
-        self.args = (
-            f"record {name or '(unnamed)'}: its response takes {needed} tokens with its end token, "
-            f"over the limit of {limit}",
-        )
-
-
-class EmptyResponse(PromptTooLong):
-    """A record that gives nothing to train on."""
-
-    kind = "no_response"
-
-    def __init__(self, name: str, needed: int = 0, limit: int = 0):
-        super().__init__(name, needed, limit)
-        self.args = (f"record {name or '(unnamed)'}: has no response to train on, or an empty one",)
-
-
-class TooManyPages(PromptTooLong):
-    """A record with more pages, or larger ones, than every bucket holds."""
-
-    kind = "too_large"
-
-    def __init__(self, name: str, needed: int, limit: int, what: str = "pages"):
-        super().__init__(name, needed, limit)
-        self.what = what
-        self.args = (f"record {name or '(unnamed)'}: needs {needed} {what}, the limit is {limit}",)
-
-    def __reduce__(self):
-        return type(self), (self.name, self.needed, self.limit, self.what)
+from evisrag_jax.training.page_cache import PageCache
+from evisrag_jax.training.refusals import EmptyResponse, ResponseTooLong, TooManyPages
 
 
 @dataclass(frozen=True)
@@ -163,63 +123,6 @@ class Prepared:
     record: Record
 
 
-class PageCache:
-    """Prepared pages in memory, the least recently used given up first; safe to use from threads.
-
-    A page is known by its path, modification time, size and the settings it was prepared with, and
-    is prepared once even if two threads ask for it together. `hits` and `misses` count.
-
-    Args:
-        max_bytes: of patch arrays kept; a page in use costs nothing here once given up.
-    """
-
-    def __init__(self, max_bytes: int = 2**30):
-        self.max_bytes = max_bytes
-        self.hits = self.misses = self.bytes = 0
-        self._pages: OrderedDict[tuple, Future[PagePatches]] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def get(
-        self, path: str, layout: VisionLayout, budget: PixelBudget, exif_transpose: bool = True
-    ) -> PagePatches:
-        """The patches of a page file. PageError names the file when it cannot be used."""
-        try:
-            stat = Path(path).stat()
-        except OSError as error:
-            raise PageError(path, f"cannot be read: {error.strerror or error}", "missing") from None
-        key = (path, stat.st_mtime_ns, stat.st_size, layout, budget, exif_transpose)
-        with self._lock:
-            future = self._pages.get(key)
-            if future is not None:
-                self._pages.move_to_end(key)
-                self.hits += 1
-            else:
-                self.misses += 1
-                mine = self._pages[key] = Future()
-        if future is not None:
-            return future.result()
-        try:
-            image = load_page(path, exif_transpose=exif_transpose)
-            page = make_patches(image, layout, budget, name=path)
-        except BaseException as error:
-            with self._lock:
-                self._pages.pop(key, None)
-            mine.set_exception(error)
-            raise
-        mine.set_result(page)
-        with self._lock:
-            self.bytes += page.patches.nbytes
-            self._evict()
-        return page
-
-    def _evict(self) -> None:
-        for key in list(self._pages):
-            if self.bytes <= self.max_bytes:
-                return
-            if self._pages[key].done():
-                self.bytes -= self._pages.pop(key).result().patches.nbytes
-
-
 def own_response(record: Record) -> tuple[str, ...]:
     """The record's tagged target response."""
     return () if record.response is None else (record.response,)
@@ -244,8 +147,8 @@ def prepare(
     `targets` gives the responses to train on (say, `own_response`); each is encoded and closed by
     exactly one <|im_end|>. Without it `response_ids` is None.
 
-    Raises PageError for a page that cannot be used, and PromptTooLong or one of the kinds of it
-    above for a record over `limits`; all name the record or its file.
+    Raises PageError for a page that cannot be used, and PromptTooLong or one of its kinds (refusals)
+    for a record over `limits`; all name the record or its file.
     """
     if len(record.images) > limits.images:
         raise TooManyPages(record.id, len(record.images), limits.images)

@@ -26,7 +26,8 @@ from evisrag_jax.rl.filter import FilterConfig
 from evisrag_jax.rl.losses import PolicyLossConfig
 from evisrag_jax.rl.scopes import encode_tags, scope_masks
 from evisrag_jax.rollout.engine import Completion, Engine
-from evisrag_jax.training.batching import Limits, PageCache, prepare
+from evisrag_jax.training.batching import Limits, prepare
+from evisrag_jax.training.page_cache import PageCache
 from experiments.mini.tokenizer import build
 from tests.rl import tiny
 

@@ -14,7 +14,6 @@ from evisrag_jax.pages.plan import BUDGETS, processor_settings
 from evisrag_jax.prompts.tokenizer import load_tokenizer
 from evisrag_jax.rl.collect import Collector
 from evisrag_jax.rl.config import RLConfigError
-from evisrag_jax.rl.export import set_pixel_limits
 from evisrag_jax.rl.filter import FilterConfig
 from evisrag_jax.rl.run import RLRun, train
 from evisrag_jax.rl.trainer import host_batch
@@ -22,6 +21,7 @@ from evisrag_jax.rl.update import compile_old_log_probs
 from evisrag_jax.runtime.checkpoints import Checkpoints
 from evisrag_jax.runtime.run_folder import RunFolder, RunFolderError
 from evisrag_jax.training.batching import put_batch
+from evisrag_jax.training.export import set_pixel_limits
 from evisrag_jax.training.state import flatten, state_shardings, to_checkpoint
 from tests.rl.tiny import code_config, few_devices, quick_compiles, run_config, write_model  # noqa: F401  (fixtures)
 

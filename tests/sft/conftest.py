@@ -8,7 +8,8 @@ from evisrag_jax.models.qwen25vl.weights import load_params
 from evisrag_jax.pages.plan import processor_settings
 from evisrag_jax.prompts.template import load_template
 from evisrag_jax.prompts.tokenizer import load_tokenizer
-from evisrag_jax.training.batching import Limits, PageCache, own_response, prepare
+from evisrag_jax.training.batching import Limits, own_response, prepare
+from evisrag_jax.training.page_cache import PageCache
 from tests.sft.tiny import BUCKET, make_model, make_pages, make_record
 
 

@@ -7,8 +7,9 @@ import pytest
 from evisrag_jax.cli.config import ConfigError, load_config, to_dataclass
 from evisrag_jax.pages.plan import BUDGETS
 from evisrag_jax.runtime.json_files import plain
-from evisrag_jax.sft.config import DataSource, ModelSource, SFTConfig, SFTConfigError
+from evisrag_jax.sft.config import DataSource, SFTConfig, SFTConfigError
 from evisrag_jax.training.batching import Bucket
+from evisrag_jax.training.settings import ModelSource
 
 SMALL = Bucket(4, 1, 2, 6, 40, 1, 16)
 LARGE = Bucket(4, 2, 4, 8, 80, 2, 32)

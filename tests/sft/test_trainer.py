@@ -12,10 +12,11 @@ from evisrag_jax.prompts.tokenizer import load_tokenizer
 from evisrag_jax.runtime.checkpoints import Checkpoints
 from evisrag_jax.runtime.run_folder import RunFolder, RunFolderError
 from evisrag_jax.sft import trainer
-from evisrag_jax.sft.config import MeshShape, SFTConfigError
+from evisrag_jax.sft.config import SFTConfigError
 from evisrag_jax.sft.trainer import SFTRun, train
 from evisrag_jax.training.batching import Bucket
 from evisrag_jax.training.optimiser import OptimConfig
+from evisrag_jax.training.settings import MeshShape
 from evisrag_jax.training.state import flatten, to_checkpoint
 from tests.sft.tiny import BUCKET, make_config, make_pages, make_record, write_rows
 

@@ -9,9 +9,10 @@ import numpy as np
 from PIL import Image
 
 from evisrag_jax.data.schema import Record
-from evisrag_jax.sft.config import DataSource, MeshShape, ModelSource, SFTConfig
+from evisrag_jax.sft.config import DataSource, SFTConfig
 from evisrag_jax.training.batching import Bucket
 from evisrag_jax.training.optimiser import OptimConfig
+from evisrag_jax.training.settings import MeshShape, ModelSource
 from experiments.mini.tokenizer import build, vocabulary
 from tests.models.tiny import draw_weights
 

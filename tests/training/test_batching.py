@@ -16,14 +16,10 @@ from evisrag_jax.prompts.chat import PromptTooLong
 from evisrag_jax.prompts.template import Template
 from evisrag_jax.prompts.tokenizer import SpecialIds, load_tokenizer
 from evisrag_jax.runtime.mesh import make_mesh
-from evisrag_jax.training import batching
+from evisrag_jax.training import page_cache
 from evisrag_jax.training.batching import (
     Bucket,
-    EmptyResponse,
     Limits,
-    PageCache,
-    ResponseTooLong,
-    TooManyPages,
     check_divides,
     choose_bucket,
     empty_batch,
@@ -33,6 +29,8 @@ from evisrag_jax.training.batching import (
     put_batch,
     trained_tokens,
 )
+from evisrag_jax.training.page_cache import PageCache
+from evisrag_jax.training.refusals import EmptyResponse, ResponseTooLong, TooManyPages
 from experiments.mini.tokenizer import build
 
 LAYOUT = VisionLayout(window=56)
@@ -141,8 +139,8 @@ def test_refusals_survive_pickling():
 
 def test_page_is_prepared_once_and_again_when_its_file_changes(tmp_path, monkeypatch):
     calls = []
-    real = batching.load_page
-    monkeypatch.setattr(batching, "load_page", lambda *a, **k: calls.append(a) or real(*a, **k))
+    real = page_cache.load_page
+    monkeypatch.setattr(page_cache, "load_page", lambda *a, **k: calls.append(a) or real(*a, **k))
     path = tmp_path / "p.png"
     Image.new("RGB", (56, 56), "red").save(path)
     cache = PageCache()
@@ -156,14 +154,14 @@ def test_page_is_prepared_once_and_again_when_its_file_changes(tmp_path, monkeyp
 
 def test_threads_that_ask_together_share_one_preparation(tmp_path, monkeypatch):
     calls = []
-    real = batching.load_page
+    real = page_cache.load_page
 
     def slow(*args, **settings):
         calls.append(args)
         time.sleep(0.05)
         return real(*args, **settings)
 
-    monkeypatch.setattr(batching, "load_page", slow)
+    monkeypatch.setattr(page_cache, "load_page", slow)
     path = tmp_path / "p.png"
     Image.new("RGB", (56, 56), "red").save(path)
     cache, got = PageCache(), []
