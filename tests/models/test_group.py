@@ -96,15 +96,12 @@ def test_group_equals_the_repeated_path(tied, case, plain):
     assert_equal(plain, loss_and_grads(tied, case, repeated))
 
 
-def test_remat_changes_nothing(tied, case, plain):
-    """Tower, prompt and responses recomputed in the backward pass."""
-    assert_equal(loss_and_grads(tied, case, functools.partial(shared, remat=True)), plain)
-
-
-def test_query_blocks_change_nothing(tied, case, plain, monkeypatch):
-    """Blocks of 5 queries, which divide none of the lengths, forward and backward."""
+def test_remat_and_query_blocks_change_nothing(tied, case, plain, monkeypatch):
+    """Tower, prompt and responses recomputed in the backward pass, attention in blocks of 5 queries
+    (which divide none of the lengths)."""
     monkeypatch.setattr(attention, "QUERY_BLOCK", 5)
-    assert_equal(loss_and_grads(tied, case, shared.__wrapped__), plain)
+    path = functools.partial(shared.__wrapped__, remat=True)
+    assert_equal(loss_and_grads(tied, case, path), plain)
 
 
 def test_responses_do_not_see_each_other(tied, case):

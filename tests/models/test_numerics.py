@@ -27,8 +27,8 @@ def rows(tied):
 
 
 def test_bf16_runs_near_float32(tied, rows):
-    """Logits in bfloat16 are finite and within 5 % (relative norm) of float32; so are gradients
-    within 15 %. bfloat16 keeps 8 bits: 0.4 % a rounding."""
+    """Logits in bfloat16 are finite and within 3 % (relative norm) of float32, gradients within
+    15 %. bfloat16 keeps 8 bits: 0.4 % a rounding."""
     batch = make_batch(tied, rows, SHAPE)
     half = model.cast_params(tied.params, jnp.bfloat16)
     logits, features, hidden, kv = run(half, tied.config, *batch)
@@ -38,7 +38,7 @@ def test_bf16_runs_near_float32(tied, rows):
     for p, row in enumerate(rows):
         size = len(row.prompt.ids)
         assert np.isfinite(logits[p]).all()
-        assert relative(logits[p, :size], expected[p, :size]) <= 0.05
+        assert relative(logits[p, :size], expected[p, :size]) <= 0.03
     weights = loss_weights(rows, SHAPE.length)
     _, ours = loss_and_grads(half, tied.config, *batch, weights)
     _, theirs = loss_and_grads(tied.params, tied.config, *batch, weights)
@@ -117,7 +117,7 @@ def test_b29_attention_with_nothing_to_see():
         masked = attention.masked_attention(q, k, v, jnp.zeros((2, 4), bool))
         return jnp.sin(causal).sum() + jnp.sin(masked).sum()
 
-    value, grads = jax.value_and_grad(both, argnums=(0, 1, 2))(q, k, v)
+    value, grads = jax.jit(jax.value_and_grad(both, argnums=(0, 1, 2)))(q, k, v)
     assert np.isfinite(value)
     assert all(np.isfinite(g).all() for g in grads)
 

@@ -92,41 +92,44 @@ def repeated_path(params, config, batch):
     return token_scores(params, config, hidden, batch.tokens)
 
 
-def test_shared_prefix_equals_the_repeated_path(pair, batch):
-    """Values, and gradients of all parameters with the tower trained."""
+def scores_and_grads(pair, batch, path):
+    """Scores by `path` and the gradient of `objective`."""
 
-    def loss(params, path):
+    @jax.jit
+    def loss(params):
         scores = path(params)
         return objective(scores, batch.lengths), scores
 
-    value = jax.value_and_grad(loss, has_aux=True)
-    (a, ours), grads = value(pair.params, lambda p: score(p, pair.config, batch, train_vision=True))
-    (b, theirs), expected = value(pair.params, lambda p: repeated_path(p, pair.config, batch))
-    assert float(a) == pytest.approx(float(b), rel=1e-5)
+    (_, scores), grads = jax.value_and_grad(loss, has_aux=True)(pair.params)
+    return scores, grads
+
+
+@pytest.fixture(scope="module")
+def trained(pair, batch):
+    """Scores and gradients with the tower trained."""
+    return scores_and_grads(pair, batch, lambda p: score(p, pair.config, batch, train_vision=True))
+
+
+def test_shared_prefix_equals_the_repeated_path(pair, batch, trained):
+    """Values, and gradients of all parameters with the tower trained."""
+    ours, grads = trained
+    theirs, expected = scores_and_grads(pair, batch, lambda p: repeated_path(p, pair.config, batch))
     assert largest(ours.logp, theirs.logp) <= LOGP
     assert largest(ours.entropy, theirs.entropy) <= LOGP
     for (name, x), (_, y) in zip(each_tensor(grads), each_tensor(expected), strict=True):
         assert relative(x, y) <= GRADIENT, name
 
 
-def test_a_frozen_tower_gets_no_gradient(pair, batch):
-    """Exactly 0 for the tower, the same decoder gradient as with the tower trained, also without
-    remat."""
-
-    def grads(**options):
-        def loss(params):
-            return objective(score(params, pair.config, batch, **options), batch.lengths)
-
-        return jax.grad(loss)(pair.params)
-
-    frozen, trained, plain = grads(), grads(train_vision=True), grads(remat=False)
+def test_a_frozen_tower_gets_no_gradient(pair, batch, trained):
+    """Exactly 0 for the tower, and the same decoder gradient as with the tower trained; without
+    remat, which the other path has."""
+    _, frozen = scores_and_grads(pair, batch, lambda p: score(p, pair.config, batch, remat=False))
     assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(frozen["vision"]))
-    assert all(np.asarray(leaf).any() for leaf in jax.tree.leaves(trained["vision"]))
-    for other in (trained, plain):
-        for (name, a), (_, b) in zip(
-            each_tensor(frozen["text"]), each_tensor(other["text"]), strict=True
-        ):
-            assert relative(a, b) <= GRADIENT, name
+    assert all(np.asarray(leaf).any() for leaf in jax.tree.leaves(trained[1]["vision"]))
+    for (name, a), (_, b) in zip(
+        each_tensor(frozen["text"]), each_tensor(trained[1]["text"]), strict=True
+    ):
+        assert relative(a, b) <= GRADIENT, name
 
 
 def test_b18_text_only_batch(pair, rows, batch):
@@ -202,36 +205,26 @@ def test_b51_logits_are_divided_by_the_temperature():
 
 @pytest.mark.parametrize("length", [1, 7, 8, 9, 17])
 def test_b31_chunks_change_nothing(pair, length):
-    """Chunks of 8: lengths 1, chunk - 1, chunk, chunk + 1 and two and a bit; values and gradients
-    against one log-softmax over all positions."""
-    keys = jax.random.split(jax.random.key(length), 4)
-    hidden = 0.3 * jax.random.normal(keys[0], (length, pair.config.text.width))
+    """Chunks of 8: lengths 1, chunk - 1, chunk, chunk + 1 and two and a bit, with logits up to 100;
+    values against numpy in float64, gradients (one length) against a single log-softmax."""
+    keys = jax.random.split(jax.random.key(length), 3)
+    hidden = jax.random.normal(keys[0], (length, pair.config.text.width))
     tokens = jax.random.randint(keys[1], (length,), 0, pair.config.text.vocab)
     weights = jax.random.normal(keys[2], (2, length))
+    table = pair.params["text"]["embed"]["embedding"]
 
-    def chunked(params, hidden):
-        scores = token_scores(params, pair.config, hidden, tokens, 0.7, chunk=8)
+    def chunked(hidden, table, chunk):
+        params = {"text": {"embed": {"embedding": table}}}
+        scores = token_scores(params, pair.config, hidden, tokens, 0.7, chunk=chunk)
         return (scores.logp * weights[0] + scores.entropy * weights[1]).sum(), scores
 
-    def whole(params, hidden):
-        logits = hidden @ params["text"]["embed"]["embedding"].T / 0.7
-        logp = jax.nn.log_softmax(logits)
-        picked = jnp.take_along_axis(logp, tokens[:, None], -1)[:, 0]
-        entropy = -(jnp.exp(logp) * logp).sum(-1)
-        return (picked * weights[0] + entropy * weights[1]).sum(), (picked, entropy)
-
-    def both(f):
-        return jax.jit(jax.value_and_grad(f, argnums=(0, 1), has_aux=True))(pair.params, hidden)
-
-    (_, ours), grads = both(chunked)
-    (_, theirs), expected = both(whole)
-    for a, b in zip(ours, theirs, strict=True):
-        assert a.shape == (length,)
-        assert largest(a, b) <= 1e-5
-    table = ("text", "embed", "embedding")
-    for a, b in ((grads[1], expected[1]), tuple(leaf(g[0], table) for g in (grads, expected))):
-        assert relative(a, b) <= GRADIENT
-
-
-def leaf(tree, path):
-    return functools.reduce(lambda node, key: node[key], path, tree)
+    _, ours = jax.jit(chunked, static_argnums=2)(hidden, table, 8)
+    logits = np.asarray(hidden @ table.T, np.float64) / 0.7
+    logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    assert ours.logp.shape == ours.entropy.shape == (length,)
+    assert largest(ours.logp, logp[np.arange(length), tokens]) <= 1e-5
+    assert largest(ours.entropy, -(np.exp(logp) * logp).sum(-1)) <= 1e-5
+    if length == 9:
+        grad = jax.jit(jax.grad(chunked, argnums=(0, 1), has_aux=True), static_argnums=2)
+        for a, b in zip(grad(hidden, table, 8)[0], grad(hidden, table, 9)[0], strict=True):
+            assert relative(a, b) <= GRADIENT
