@@ -3,7 +3,7 @@
 `eval.py:corpus` the shapes of a page corpus (questions.jsonl, corpus.jsonl, five candidate pages a
 question of at most 1,950 tokens) with short greedy responses.
 
-    evisrag eval --config=configs/eval.py:mini --model mini-sft --out runs/eval
+    evisrag eval --config=configs/eval.py:mini --model mini --out runs/eval
     evisrag eval --config=configs/eval.py:3b --model Qwen2.5-VL-3B-Instruct --data test.jsonl --out runs/eval
 """
 
@@ -24,7 +24,7 @@ def get_config(arg: str = "mini") -> ConfigDict:
 def _mini() -> ConfigDict:
     return ConfigDict(
         {
-            "model": {"path": "mini-sft", "dtype": "auto", "budget": ""},
+            "model": {"path": "mini", "dtype": "auto", "budget": ""},
             "data": {
                 "path": "",
                 "image_root": "",

@@ -49,7 +49,7 @@ class Model:
     products, "auto" for float32 on a CPU and bfloat16 elsewhere.  budget: a named pixel budget in
     place of the folder's."""
 
-    path: str = "mini-sft"
+    path: str = "mini"
     dtype: str = "auto"
     budget: str = ""
 

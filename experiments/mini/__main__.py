@@ -1,11 +1,14 @@
 """``python -m experiments.mini --out DIR``: trains both bundled mini models from scratch.
 
-    reader  tower + word, place and page losses on single pages      → DIR/reader
-    sft     decoder on episodes, tower frozen                        → DIR/sft-STEP, DIR/mini-sft
-    rl      `evisrag rl` from mini-sft on fresh train questions      → DIR/rl, DIR/mini
-    eval    `evisrag eval` of both on held-out questions             → DIR/eval-*, printed
+    reader    tower + word, place and page losses on single pages    → DIR/reader
+    lessons   decoder on episodes, tower frozen                      → DIR/lessons
+    practice  more of what is hard                                   → DIR/practice
+    absences  whether an asked field is among those of its page      → DIR/absences, DIR/mini-ceiling
+    habits    a short leg behind an imperfect teacher                → DIR/mini-sft
+    rl        `evisrag rl` from mini-sft on fresh train questions    → DIR/rl, DIR/mini
+    eval      `evisrag eval` of all three on held-out questions      → DIR/eval-*, printed
 
-Stages that are there already are not run again. About two hours on two cores; DIR/*.jsonl hold the
+Stages that are there already are not run again. About 90 minutes on two cores; DIR/*.jsonl hold the
 curves. The folders to ship are DIR/mini-sft and DIR/mini.
 """
 
@@ -21,7 +24,11 @@ from experiments.mini import reader, sft, tokenizer
 from experiments.mini.export import export
 from experiments.mini.shapes import mini_config
 
-READER_STEPS, SFT_STEPS, RL_STEPS = 3100, 2400, 240
+READER_STEPS, RL_STEPS = 3100, 240
+LESSONS, LESSON_HORIZON = 2500, 3000  # the next leg raises the rate again: the cosine's tail is cut
+PRACTICE, PRACTICE_HORIZON, PRACTICE_RATE = 1000, 1500, 1e-3
+ABSENCES = ((800, 8e-4), (400, 6e-4))  # two falls of the rate
+HABITS, HABIT_RATE = 200, 3e-4
 
 
 def main() -> None:
@@ -33,7 +40,6 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, required=True, help="folder of the runs")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--start-at", type=int, default=SFT_STEPS, help="SFT step of mini-sft")
     args = parser.parse_args()
     out: Path = args.out
     out.mkdir(parents=True, exist_ok=True)
@@ -42,16 +48,36 @@ def main() -> None:
     config = mini_config(len(tok), sft.special_ids(tok))
     if not (out / "reader").is_dir():
         sft.save(out / "reader", reader.train(args.seed, READER_STEPS, out / "reader.jsonl"))
-    if not (out / f"sft-{args.start_at}").is_dir():
+    layout = sft.Layout(tok)
+    if not (out / "lessons").is_dir():
         words = sft.load(out / "reader")
         params = sft.init_from_reader(config, words, tokenizer.word_ids(), args.seed)
-        keep = {args.start_at, SFT_STEPS}
-        sft.train(config, tok, params, args.seed, SFT_STEPS, out / "sft.jsonl", out, keep=keep)
+        make, log = sft.lessons(layout, args.seed), out / "lessons.jsonl"
+        params = sft.train(config, layout, params, make, LESSONS, log, horizon=LESSON_HORIZON)
+        sft.save(out / "lessons", params)
+    if not (out / "practice").is_dir():
+        params = sft.load(out / "lessons")
+        make, log = sft.practice(layout, args.seed), out / "practice.jsonl"
+        leg = {"start": LESSONS, "rate": PRACTICE_RATE, "horizon": PRACTICE_HORIZON}
+        params = sft.train(config, layout, params, make, PRACTICE, log, **leg)
+        sft.save(out / "practice", params)
+    if not (out / "absences").is_dir():
+        params, start = sft.load(out / "practice"), LESSONS + PRACTICE
+        make, log = sft.absences(layout, args.seed), out / "absences.jsonl"
+        for steps, rate in ABSENCES:
+            params = sft.train(config, layout, params, make, steps, log, start=start, rate=rate)
+            start += steps
+        sft.save(out / "absences", params)
+        export(params, config, out / "mini-ceiling")
     if not (out / "mini-sft").is_dir():
-        export(sft.load(out / f"sft-{args.start_at}"), config, out / "mini-sft")
+        params = sft.load(out / "absences")
+        make, log = sft.habits(layout, args.seed), out / "habits.jsonl"
+        start = LESSONS + PRACTICE + sum(steps for steps, _ in ABSENCES)
+        params = sft.train(config, layout, params, make, HABITS, log, start=start, rate=HABIT_RATE)
+        export(params, config, out / "mini-sft")
     if not (out / "mini").is_dir():
         rl(out, args.seed)
-    for name in ("mini-sft", "mini"):
+    for name in ("mini-ceiling", "mini-sft", "mini"):
         if not (out / f"eval-{name}" / "summary.json").is_file():
             run("eval", "--model", out / name, "--out", out / f"eval-{name}")
 

@@ -1,9 +1,10 @@
 """Stage 2: the decoder learns the four sections on generated episodes; the tower stays as it is.
 
-Page batches hold full questions and exercises (reading a page aloud, naming titles, comparing
-numbers), whose share falls with time. Every other batch has no pages at all: observe and evidence are
-given, and only <think> and <answer> are trained, so that reasoning costs a fraction. Fresh episodes
-every step; only the "train" split is asked.
+Page batches hold full questions and exercises (reading a page aloud, finding a town's page), whose
+share falls with time. Every other batch has no pages at all: questions whose observe and evidence are
+given, trained on <think> and <answer> only, and comparisons of numbers. Fresh episodes every step;
+only the "train" split is asked. Two more legs practise what is hard, and a last, short one follows an
+imperfect teacher (teacher.py).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import functools
 import json
 import time
 from collections import defaultdict
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import jax
@@ -22,7 +24,7 @@ import optax
 
 from evisrag_jax.data.miniworld.draw import HEIGHT, WIDTH
 from evisrag_jax.data.miniworld.episodes import COMPARE_GAP, Episode, episode, reading_task
-from evisrag_jax.data.miniworld.world import FIELDS, KNOWN_ENTITIES, stream
+from evisrag_jax.data.miniworld.world import ENTITIES, FIELDS, KNOWN_ENTITIES, stream
 from evisrag_jax.models.qwen25vl import model
 from evisrag_jax.models.qwen25vl.config import Qwen25VLConfig
 from evisrag_jax.prompts.chat import build_prompt
@@ -31,9 +33,14 @@ from evisrag_jax.prompts.tokenizer import SpecialIds, encode_plain
 from evisrag_jax.training.forward import GroupBatch, response_mask, score_responses
 from experiments.mini.reader import WORDS
 from experiments.mini.shapes import GRID, page_arrays, prefetch
+from experiments.mini.teacher import imperfect
 
-PROMPTS, PAGES, LENGTH, RESPONSE = 32, 3, 96, 48
-QUESTION_SHARES = {"lookup": 0.35, "compare": 0.40, "absent_page": 0.10, "absent_field": 0.15}
+PROMPTS, PAGES, LENGTH, RESPONSE = 32, 3, 96, 64
+DERIVATIONS, DERIVATION_LENGTH = 48, 40  # rows and prompt length of batches without pages
+QUESTION_SHARES = {"lookup": 0.35, "compare": 0.35, "absent_page": 0.10, "absent_field": 0.20}
+DERIVATION_SHARES = {**QUESTION_SHARES, "compare": 1.0}
+PRACTICE_SHARES = {"lookup": 0.30, "compare": 0.40, "absent_page": 0.05, "absent_field": 0.25}
+ABSENCE_SHARES = {"lookup": 0.35, "compare": 0.15, "absent_page": 0.05, "absent_field": 0.45}
 LEARNING_RATE = 1.2e-3
 PAGE_TOKENS = GRID[0] * GRID[1] // 4
 
@@ -68,7 +75,7 @@ def make_batch(
     layout: Layout, episodes: list[Episode], pages: int = PAGES
 ) -> dict[str, np.ndarray]:
     """Host arrays of P episodes, one response each, with room for `pages` pages a prompt."""
-    P, length = len(episodes), LENGTH if pages else 32
+    P, length = len(episodes), LENGTH if pages else DERIVATION_LENGTH
     batch = {
         "tokens": np.full((P, length), layout.special.endoftext, np.int32),
         "positions": np.zeros((P, 3, length), np.int32),
@@ -78,7 +85,7 @@ def make_batch(
         "pixels": np.full((P, pages, HEIGHT, WIDTH, 3), 255, np.uint8),
         "response": np.full((P, 1, RESPONSE), layout.special.endoftext, np.int32),
         "response_lengths": np.zeros((P, 1), np.int32),
-        "trained_from": np.zeros((P, 1), np.int32),
+        "trained": np.ones((P, 1, RESPONSE), bool),
     }
     for i, e in enumerate(episodes):
         n = len(e.pages)
@@ -107,50 +114,61 @@ def group_batch(batch: dict) -> GroupBatch:
     return GroupBatch(prompt, images, batch["response"], batch["response_lengths"])
 
 
-def derivation_batch(layout: Layout, seed: int, step: int) -> dict[str, np.ndarray]:
-    """Twice as many rows without pages, trained on <think> and <answer> only: observe and evidence
-    are given in the response, so that reasoning is learned at a fraction of the cost."""
-    rows = 2 * PROMPTS
-    shares = {**QUESTION_SHARES, "compare": 1.5}
-    episodes = [episode(seed, "train", step * rows + i, shares=shares) for i in range(rows)]
+def derivation_batch(
+    layout: Layout,
+    seed: int,
+    step: int,
+    task: Callable[[int, int], Episode],
+    shares: Mapping[str, float] = DERIVATION_SHARES,
+    *,
+    marks: bool = False,
+) -> dict[str, np.ndarray]:
+    """Rows without pages, at a fraction of the cost: every second one a question whose observe and
+    evidence are given and whose <think> and <answer> are trained, the others `task`s."""
+    rows = range(step * DERIVATIONS, (step + 1) * DERIVATIONS)
+    episodes = [episode(seed, "train", i, shares=shares) if i % 2 else task(seed, i) for i in rows]
     batch = make_batch(layout, [dataclasses.replace(e, pages=()) for e in episodes], pages=0)
-    think = layout.tok.convert_tokens_to_ids("<think>")
-    batch["trained_from"] = np.argmax(batch["response"] == think, axis=-1) + 1
+    batch["trained"] = trained_reasoning(layout, batch["response"], marks=marks)
     return batch
 
 
-def draw_episodes(seed: int, step: int, exercises: float) -> list[Episode]:
+def trained_reasoning(layout: Layout, response: np.ndarray, *, marks: bool) -> np.ndarray:
+    """Tokens behind <think>, or all of a response without it; with `marks` also the "yes" and "no" of
+    <observe>, which follow from the titles and fields before them."""
+    ids = layout.tok.convert_tokens_to_ids
+    after = np.cumsum(response == ids("<think>"), axis=-1) > 0
+    after = np.where(after.any(-1, keepdims=True), after & (response != ids("<think>")), True)
+    if marks:
+        observing = np.cumsum(response == ids("</observe>"), axis=-1) == 0
+        observing &= (response == ids("<observe>")).any(-1, keepdims=True)
+        after |= observing & np.isin(response, ids(["\u2581yes", "\u2581no"]))
+    return after
+
+
+def draw_episodes(
+    seed: int, step: int, exercises: float, shares: Mapping[str, float] = QUESTION_SHARES
+) -> list[Episode]:
     """Mostly questions on three pages; the shorter prompts keep a page's number from being a place.
 
-    A share `exercises` of the rows are exercises: reading aloud, naming titles, comparing numbers.
+    A share `exercises` of the rows are exercises. "read" shows the train split; "which" may name any
+    town, also one that no training question asks for: a name that is never written could never be
+    answered with.
     """
     rng = stream(seed, "train", step, task=7)
     episodes = []
     for i in range(PROMPTS):
         n = 3 if rng.random() < 0.8 else int(rng.integers(1, 3))
-        index, kind = step * PROMPTS + i, rng.random() / exercises
-        if kind < 0.3:
-            episodes.append(reading_task(seed, "train", index, n_pages=n))
-        elif kind < 0.5:
-            episodes.append(title_task(seed, index))
+        index, kind = step * PROMPTS + i, rng.random() / exercises if exercises else 1.0
+        if kind < 0.4:
+            episodes.append(reading_task(seed, "train", index, n_pages=n, kind="read"))
         elif kind < 1.0:
-            episodes.append(number_task(seed, index))
+            episodes.append(reading_task(seed, "reader", index, n_pages=n, kind="which"))
         else:
-            episodes.append(episode(seed, "train", index, n_pages=n, shares=QUESTION_SHARES))
+            episodes.append(episode(seed, "train", index, n_pages=n, shares=shares))
     return episodes
 
 
-def title_task(seed: int, index: int) -> Episode:
-    """Names the titles of three pages, as <observe> does. Any town may stand there, also one that no
-    training question asks for: a name that is never written could never be answered with."""
-    pages = reading_task(seed, "reader", index, n_pages=PAGES, kind="which")
-    titles = " , ".join(page.title for page in pages.pages)
-    return dataclasses.replace(
-        pages, question="What does page show ?", response=f"<observe> {titles}</observe>"
-    )
-
-
-def number_task(seed: int, index: int, clauses: int = 3) -> Episode:
+def number_task(seed: int, index: int, clauses: int = 2) -> Episode:
     """Comparisons whose values stand in the question: the order of the numbers is learned far more
     cheaply here than from one comparison a question about pages."""
     rng = stream(seed, "train", index, task=8)
@@ -172,6 +190,25 @@ def number_task(seed: int, index: int, clauses: int = 3) -> Episode:
     )
 
 
+def stated_task(seed: int, index: int) -> Episode:
+    """One comparison whose values stand in the question, answered in sections. Any two towns: a name
+    that <think> and <answer> never held could not be answered with."""
+    rng = stream(seed, "train", index, task=10)
+    field = FIELDS[rng.integers(len(FIELDS))]
+    a, b = (ENTITIES[i] for i in rng.choice(len(ENTITIES), 2, replace=False))
+    x, y = 0, 0
+    while abs(x - y) < COMPARE_GAP:
+        x, y = (int(v) for v in rng.integers(10, 100, 2))
+    more = a if x > y else b
+    return dataclasses.replace(
+        reading_task(seed, "train", index, n_pages=1),
+        question=f"Which has more {field} , {a} {x} or {b} {y} ?",
+        response=f"<think> {a} {field} {x} , {b} {field} {y} , more is {more}</think>\n"
+        f"<answer> {more}</answer>",
+        kind="stated",
+    )
+
+
 def init_from_reader(config: Qwen25VLConfig, reader: dict, word_ids: dict[str, int], seed: int):
     """A fresh decoder around the reader's tower and word table."""
     params = model.init_params(config, jax.random.key(seed + 1))
@@ -188,29 +225,87 @@ def sft_loss(text, vision, config, batch):
     """(sum of -log p) / (number of trained tokens)."""
     groups = group_batch(batch)
     mask = response_mask(groups.lengths, groups.tokens.shape[2])
-    mask = mask * (jnp.arange(mask.shape[2]) >= batch["trained_from"][..., None])
+    mask = mask * batch["trained"]
     params = {"text": text, "vision": vision}
     logp = score_responses(params, config, groups, remat=False).logp
     return -jnp.sum(logp * mask) / jnp.maximum(jnp.sum(mask), 1)
 
 
-def train(
-    config, tok, params, seed: int, steps: int, log: Path, out: Path, *, start=0, keep=()
-) -> dict:
-    """Runs the stage for `steps` updates, page batches and derivation batches in turn.
+def lessons(layout: Layout, seed: int) -> Callable[[int], dict]:
+    """Batch of a step of the long leg: page batches and derivation batches in turn."""
 
-    `start` is the number of updates before it: data and step numbers go on from there. Parameters
-    are saved as out/sft-STEP at the steps in `keep`.
+    def make(step: int) -> dict:
+        if step % 2:
+            return derivation_batch(layout, seed, step, number_task)
+        exercises = 0.5 + (0.2 - 0.5) * min(1.0, step / 1000)
+        return make_batch(layout, draw_episodes(seed, step, exercises))
+
+    return make
+
+
+def practice(layout: Layout, seed: int) -> Callable[[int], dict]:
+    """Batch of a step of the second leg: what is still hard. Of the questions that name a shown town
+    nearly half now lack the field, and every third batch has no pages."""
+
+    def make(step: int) -> dict:
+        if step % 3 == 2:
+            return derivation_batch(layout, seed, step, stated_task)
+        return make_batch(layout, draw_episodes(seed, step, 0.15, PRACTICE_SHARES))
+
+    return make
+
+
+def absences(layout: Layout, seed: int) -> Callable[[int], dict]:
+    """Batch of a step of the third leg: whether an asked field is among those of its page. Every
+    second batch has no pages, and trains that mark in <observe> too."""
+
+    def make(step: int) -> dict:
+        if step % 2:
+            return derivation_batch(layout, seed, step, stated_task, ABSENCE_SHARES, marks=True)
+        return make_batch(layout, draw_episodes(seed, step, 0.1, PRACTICE_SHARES))
+
+    return make
+
+
+def habits(layout: Layout, seed: int) -> Callable[[int], dict]:
+    """Batch of a step of the last leg: questions on three pages with an imperfect teacher's
+    responses."""
+
+    def make(step: int) -> dict:
+        rows = range(step * PROMPTS, (step + 1) * PROMPTS)
+        return make_batch(layout, [imperfect(episode(seed, "train", i), seed, i) for i in rows])
+
+    return make
+
+
+def train(
+    config: Qwen25VLConfig,
+    layout: Layout,
+    params: dict,
+    make: Callable[[int], dict],
+    steps: int,
+    log: Path,
+    *,
+    rate: float = LEARNING_RATE,
+    start: int = 0,
+    horizon: int = 0,
+    save_every: int = 0,
+) -> dict:
+    """`steps` updates of the decoder on the batches `make(start)`, `make(start + 1)`, ...
+
+    The rate falls as a cosine over `horizon` updates (0: over `steps`). A line with losses and skills
+    goes to `log` every 100 steps; parameters to LOG-STEP (without its suffix) every `save_every`.
+    Returns the parameters.
     """
     from experiments.mini.skills import skill_table
 
-    layout = Layout(tok)
     text, vision = params["text"], params["vision"]
-    rate = optax.warmup_cosine_decay_schedule(0.0, LEARNING_RATE, 100, steps, 0.05 * LEARNING_RATE)
+    warm, falls = min(100, steps // 10), horizon or steps
+    schedule = optax.warmup_cosine_decay_schedule(0.0, rate, warm, falls, 0.05 * rate)
     matrices = functools.partial(jax.tree.map, lambda a: a.ndim > 1)
     tx = optax.chain(
         optax.clip_by_global_norm(1.0),
-        optax.adamw(rate, b1=0.9, b2=0.98, weight_decay=0.01, mask=matrices),
+        optax.adamw(schedule, b1=0.9, b2=0.98, weight_decay=0.01, mask=matrices),
     )
     state = tx.init(text)
 
@@ -220,29 +315,24 @@ def train(
         changes, state = tx.update(grads, state, text)
         return optax.apply_updates(text, changes), state, loss
 
-    def make(step):
-        if step % 2:
-            return derivation_batch(layout, seed, step)
-        share = 0.6 + (0.35 - 0.6) * min(1.0, step / 1000)
-        return make_batch(layout, draw_episodes(seed, step, share))
-
     started, batches = time.monotonic(), prefetch(make, start)
     history = defaultdict(list)
     with log.open("a", encoding="utf-8") as file:
-        for step in range(start, start + steps):
-            text, state, loss = update(text, state, vision, next(batches))
-            history["loss_derivation" if step % 2 else "loss"].append(loss)
-            done, now = step + 1, {"text": text, "vision": vision}
-            if done % 100 == 0 or done == start + steps or done in keep:
-                row = {"stage": "sft", "step": done, "seconds": time.monotonic() - started}
+        for step in range(start + 1, start + steps + 1):
+            batch = next(batches)
+            text, state, loss = update(text, state, vision, batch)
+            history["loss" if batch["pixels"].shape[1] else "loss_derivation"].append(loss)
+            now = {"text": text, "vision": vision}
+            if step % 100 == 0 or step == start + steps:
+                row = {"stage": log.stem, "step": step, "seconds": time.monotonic() - started}
                 row |= {k: float(np.mean(jax.device_get(v))) for k, v in history.items()}
                 history.clear()
                 row |= skill_table(now, config, layout)
                 file.write(json.dumps(row) + "\n")
                 file.flush()
                 print(row, flush=True)
-            if done in keep:
-                save(out / f"sft-{done}", now)
+            if save_every and step % save_every == 0:
+                save(log.with_name(f"{log.stem}-{step}"), now)
     return now
 
 

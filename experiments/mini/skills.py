@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from evisrag_jax.data.miniworld.episodes import episode
-from evisrag_jax.data.miniworld.world import NOT_RELEVANT
+from evisrag_jax.data.miniworld.world import ENTITIES, FIELDS, NOT_RELEVANT
 from evisrag_jax.models.qwen25vl import model
 from evisrag_jax.training.forward import GroupBatch
 
@@ -36,8 +36,9 @@ def skill_table(
 ) -> dict[str, float]:
     """Shares of right tokens by skill on episodes of `split`.
 
-    format: tags and markers; titles: names in <observe>; page: the first word of each evidence line
-    (relevant or not); value: numbers in evidence; answer_KIND: all tokens of <answer>.
+    format: tags and markers; titles, fields: names in <observe>; yes, no: its marks of relevant and other
+    pages; page, no_page: the first word of their evidence lines; value: numbers in evidence;
+    answer_KIND: all tokens of <answer>.
     """
     from experiments.mini.sft import PROMPTS, make_batch
 
@@ -45,6 +46,8 @@ def skill_table(
     tok = layout.tok
     is_tag = np.array([not t.startswith("▁") for t in tok.convert_ids_to_tokens(range(len(tok)))])
     is_value = np.array([t[1:].isdigit() for t in tok.convert_ids_to_tokens(range(len(tok)))])
+    is_town = np.array([t[1:] in ENTITIES for t in tok.convert_ids_to_tokens(range(len(tok)))])
+    is_field = np.array([t[1:] in FIELDS for t in tok.convert_ids_to_tokens(range(len(tok)))])
     names = {t: i for i, t in enumerate(tok.convert_ids_to_tokens(range(len(tok))))}
     no_info = tok.encode(NOT_RELEVANT, add_special_tokens=False)[0]
     for b in range(batches):
@@ -66,7 +69,10 @@ def skill_table(
             answer = (inside > section["<answer>"]) & (inside < section["</answer>"])
             observe = (inside > section["<observe>"]) & (inside < section["</observe>"])
             add("format", is_tag[ids])
-            add("titles", observe & ~is_tag[ids])
+            add("titles", observe & is_town[ids])
+            add("fields", observe & is_field[ids])
+            add("yes", observe & (ids == names["▁yes"]))
+            add("no", observe & (ids == names["▁no"]))
             starts = np.zeros(n, bool)
             starts[1:] = evidence[1:] & np.char.startswith(
                 np.array(tok.convert_ids_to_tokens(ids[:-1].tolist())), "["

@@ -87,7 +87,14 @@ def _words() -> list[str]:
         + world.COMPARE_QUESTIONS
         + world.READ_QUESTIONS
         + world.WHICH_QUESTIONS
-        + (world.INSUFFICIENT, world.NOT_RELEVANT, "is more than", "no page shows of", ", ? .")
+        + (
+            world.INSUFFICIENT,
+            world.NOT_RELEVANT,
+            "is more than",
+            "no page shows of",
+            ", ? .",
+            "yes",
+        )
     )
     words = [w for text in wordings for w in text.split() if not w.startswith("{")]
     words += [str(i) for i in range(1, MAX_PAGES + 1)]

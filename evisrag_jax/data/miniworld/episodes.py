@@ -6,7 +6,7 @@ tasks ("read", "which") are short extra exercises for the early phase of supervi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -85,16 +85,53 @@ def _union(*groups: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(e for group in groups for e in group))
 
 
-def _record(entity: str, field: str, value: int) -> str:
-    return f"{entity} {field} {value}"
+def observation(
+    pages: Sequence[PageSpec], asked: Sequence[str], marks: Sequence[str], field: str = ""
+) -> str:
+    """The observe section: each page's title, of an asked entity's page also the fields it shows, down
+    to the asked `field` if that is there, and whether the page answers ("yes" or "no")."""
+    seen = []
+    for i, (page, mark) in enumerate(zip(pages, marks, strict=True), 1):
+        names = [name for name, _ in page.rows] if page.title in asked else []
+        if field in names:
+            names = names[: names.index(field) + 1]
+        seen.append(" ".join([f"page {i} {page.title}", *names, mark]))
+    return f"<observe> {' , '.join(seen)}</observe>"
 
 
-def _tagged(titles: list[str], evidence: list[str | None], think: str, answer: str) -> str:
+def respond(
+    pages: Sequence[PageSpec], asked: Sequence[str], field: str, *, unread: Container[int] = ()
+) -> tuple[str, list[str | None], str]:
+    """The four sections that follow from reading the pages, the evidence in them, and the answer.
+
+    Evidence is "ENTITY FIELD VALUE", or None, a page. If an asked entity has none the answer is
+    INSUFFICIENT; of two, the one with more; of one, its value. Pages whose index is in `unread` are
+    passed over.
+    """
+    known = [page.title for i, page in enumerate(pages) if page.title in asked and i not in unread]
+    evidence = [
+        f"{page.title} {field} {page.value(field)}"
+        if page.title in known and page.value(field) is not None
+        else None
+        for page in pages
+    ]
+    records = {e.split()[0]: e for e in evidence if e}
+    missing = next((entity for entity in asked if entity not in records), None)
+    if missing:
+        think, answer = f"no page shows {field} of {missing}", INSUFFICIENT
+    elif len(asked) == 2:
+        answer = max(asked, key=lambda entity: int(records[entity].split()[-1]))
+        think = " , ".join([*records.values(), f"more is {answer}"])
+    else:
+        think = records[asked[0]]
+        answer = think.split()[-1]
     lines = "".join(f"[{i}]: {e or NOT_RELEVANT}\n" for i, e in enumerate(evidence, 1))
-    return (
-        f"<observe> {' , '.join(titles)}</observe>\n<evidence>\n{lines}</evidence>\n"
-        f"<think> {think}</think>\n<answer> {answer}</answer>"
+    observed = observation(pages, known, ["yes" if e else "no" for e in evidence], field)
+    response = (
+        f"{observed}\n"
+        f"<evidence>\n{lines}</evidence>\n<think> {think}</think>\n<answer> {answer}</answer>"
     )
+    return response, evidence, answer
 
 
 def _check(n_pages: int, kind: str | None, kinds: tuple[str, ...]) -> None:
@@ -170,22 +207,7 @@ def make_episode(
         pages.append(random_page(rng, entity, must=(field,) if rng.random() < 0.7 else ()))
     pages = [pages[i] for i in rng.permutation(n_pages)]
 
-    evidence = [
-        _record(p.title, field, p.value(field)) if states.get(p.title) == "row" else None
-        for p in pages
-    ]
-    if lack:
-        think = f"no page shows {field} of {next(e for e in asked if states[e] != 'row')}"
-        answer = INSUFFICIENT
-    elif two:
-        winner = max(asked, key=values.__getitem__)
-        shown = " , ".join(_record(e, field, values[e]) for e in asked)
-        think = f"{shown} , more is {winner}"
-        answer = winner
-    else:
-        think = _record(asked[0], field, values[asked[0]])
-        answer = str(values[asked[0]])
-
+    response, evidence, answer = respond(pages, asked, field)
     wording = _pick(rng, world.COMPARE_QUESTIONS if two else world.LOOKUP_QUESTIONS)
     question = wording.format(field=field, a=asked[0], b=asked[-1])
     drawn = [draw_page(p, rng) for p in pages]
@@ -197,7 +219,7 @@ def make_episode(
             [row_box(p, b, field)] if e else []
             for p, e, (_, b) in zip(pages, evidence, drawn, strict=True)
         ),
-        response=_tagged([p.title for p in pages], evidence, think, answer),
+        response=response,
         answers=(answer,),
         evidence=tuple(evidence),
         is_sufficient=lack is None,
@@ -211,8 +233,8 @@ def make_episode(
 def make_reading_task(
     rng: np.random.Generator, split: str, n_pages: int = 3, *, kind: str | None = None
 ) -> Episode:
-    """A reading exercise with a plain response: "read" (the whole page k) or "which" (the page of
-    an entity).
+    """A reading exercise: "read" (page k aloud) or "which" (the observe section for the page of an
+    entity).
 
     Pages that "train" reads aloud hold only rows whose pair train may ask for. A quarter of "which"
     has no such page (answer `no page`). `field` is empty. Raises ValueError for an unknown split or
@@ -234,6 +256,7 @@ def make_reading_task(
     if kind == "read":
         question = _pick(rng, world.READ_QUESTIONS).format(page=target + 1)
         answer = " ".join(word for _, _, word in page_words(pages[target]))
+        response = f" {answer}"
         boxes[target] = [row_box(pages[target], drawn[target][1], f) for f, _ in pages[target].rows]
     else:
         shown = rng.random() >= 0.25
@@ -241,6 +264,8 @@ def make_reading_task(
             title = _pick(rng, visible)
         question = _pick(rng, world.WHICH_QUESTIONS).format(a=title)
         answer = f"page {target + 1}" if shown else "no page"
+        marks = ["yes" if t == title else "no" for t in titles]
+        response = observation(pages, [title], marks)
         if shown:
             boxes[target] = [drawn[target][1][0, pages[target].title_col].tolist()]
     return Episode(
@@ -248,7 +273,7 @@ def make_reading_task(
         pages=tuple(pages),
         images=np.stack([image for image, _ in drawn]),
         boxes=tuple(boxes),
-        response=f" {answer}",
+        response=response,
         answers=(answer,),
         evidence=(None,) * n_pages,
         is_sufficient=shown,

@@ -157,7 +157,7 @@ def load_params(folder: str | Path, dtype=jnp.float32) -> tuple[Params, Qwen25VL
         else:
             stack = arrays.setdefault(entry.path, np.empty(shape, dtype))
             stack[entry.layer] = reader.read_entry(entry, shape[1:], dtype)
-    return _nest({path: jnp.asarray(value) for path, value in arrays.items()}), config
+    return jax.device_put(_nest(arrays)), config
 
 
 def save_params(
