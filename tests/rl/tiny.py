@@ -74,13 +74,21 @@ def tiny_config():
     return dataclasses.replace(mini, text=text, vision=vision)
 
 
+WORDS = 249  # words drawn in one stream with the other weights: a new word moves none of those
+
+
 def draw_params(config, seed: int = 0, embedding: float = 1.0):
     """Weights that keep activations near 1 and make sampled responses vary and end by themselves."""
     rng = np.random.default_rng(seed)
 
     def draw(path, leaf):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        noise = rng.standard_normal(leaf.shape).astype(np.float32)
+        if name.endswith("embedding"):
+            first = rng.standard_normal((WORDS, leaf.shape[1]))
+            more = np.random.default_rng([seed, 1]).standard_normal(leaf.shape)[WORDS:]
+            noise = np.concatenate([first, more]).astype(np.float32)
+        else:
+            noise = rng.standard_normal(leaf.shape).astype(np.float32)
         if "norm" in name or name.endswith("scale"):
             return 1 + 0.1 * noise
         if name.endswith("bias"):

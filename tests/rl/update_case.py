@@ -78,10 +78,10 @@ def make_case(folder: Path) -> Case:
     return Case(model, jax.device_get(params), config, items)
 
 
-def responses(vocab: int) -> list[list[list[int]]]:
+def responses() -> list[list[list[int]]]:
     """Random ids [P][G][length] of plain words and tags."""
     rng = np.random.default_rng(11)
-    return [[rng.integers(8, vocab, n).tolist() for n in row] for row in LENGTHS]
+    return [[rng.integers(8, tiny.WORDS, n).tolist() for n in row] for row in LENGTHS]
 
 
 def masks(estimator: str) -> np.ndarray:
@@ -128,9 +128,7 @@ def rl_config(estimator: str, **changes) -> RLConfig:
 
 def host_batch(case: Case, estimator: str, *, old=None, prompts: int = P, **changes) -> RLBatch:
     """The batch; rows beyond the four prompts are empty. `changes` replace arrays."""
-    groups = make_group_batch(
-        case.items, [BUCKET], responses=responses(case.config.text.vocab), prompts=prompts
-    )
+    groups = make_group_batch(case.items, [BUCKET], responses=responses(), prompts=prompts)
     arrays = {
         "sampled": np.zeros((P, G, T), np.float32),
         "old": old,
