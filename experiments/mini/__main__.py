@@ -8,19 +8,18 @@
     rl        `evisrag rl` from mini-sft on fresh train questions    → DIR/rl, DIR/mini
     eval      `evisrag eval` of all three on held-out questions      → DIR/eval-*, printed
 
-Stages that are there already are not run again. About 90 minutes on two cores; DIR/*.jsonl hold the
+Stages that are there already are not run again. Under two hours on two cores; DIR/*.jsonl hold the
 curves. The folders to ship are DIR/mini-sft and DIR/mini.
 """
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
-from evisrag_jax.cli import main as cli
 from evisrag_jax.data.miniworld.files import write_dataset
 from evisrag_jax.prompts.tokenizer import load_tokenizer
 from experiments.mini import reader, sft, tokenizer
+from experiments.mini.command import arguments, run
 from experiments.mini.export import export
 from experiments.mini.shapes import mini_config
 
@@ -33,14 +32,7 @@ HABITS, HABIT_RATE = 200, 3e-4
 
 def main() -> None:
     """Runs what is missing."""
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.mini",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--out", type=Path, required=True, help="folder of the runs")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    args = arguments("experiments.mini", __doc__, seed={"type": int, "default": 0})
     out: Path = args.out
     out.mkdir(parents=True, exist_ok=True)
     tokenizer.build(out / "tokenizer")
@@ -98,12 +90,6 @@ def rl(out: Path, seed: int) -> None:
         f"--config.seed={seed}",
     )
     (out / "rl" / "model").rename(out / "mini")
-
-
-def run(*argv: object) -> None:
-    """One `evisrag` command; ends the program if it fails."""
-    if code := cli.main([str(word) for word in argv]):
-        raise SystemExit(code)
 
 
 if __name__ == "__main__":

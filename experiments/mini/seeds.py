@@ -6,33 +6,22 @@ start are the same. Seeds that are done are not run again. DIR/seeds.md holds th
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
-
-from evisrag_jax.cli import main as cli
 from evisrag_jax.runtime.json_files import read_json
+from experiments.mini.command import arguments, run
 
 COLUMNS = ("seed", "accuracy before", "after", "gain (95 % interval)", "evidence F1", "format")
 
 
 def main() -> None:
     """Runs what is missing and writes the table."""
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.mini.seeds",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--out", type=Path, required=True, help="folder of the runs")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3])
-    args = parser.parse_args()
+    seeds = {"type": int, "nargs": "+", "default": [0, 1, 2, 3]}
+    args = arguments("experiments.mini.seeds", __doc__, seeds=seeds)
     lines = [_row(COLUMNS), _row(["---"] * len(COLUMNS))]
     for seed in args.seeds:
         out = args.out / f"seed-{seed}"
         summary = out / "summary.json"
         if not (summary.is_file() and read_json(summary).get("command") == "quickstart"):
-            argv = ["quickstart", "--out", str(out), "--seed", str(seed), "--noopen"]
-            if code := cli.main(argv):
-                raise SystemExit(code)
+            run("quickstart", "--out", out, "--seed", seed, "--noopen")
         lines.append(_row(_cells(seed, read_json(summary))))
     table = "\n".join(lines) + "\n"
     (args.out / "seeds.md").write_text(table, encoding="utf-8")

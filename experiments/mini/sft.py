@@ -14,7 +14,7 @@ import functools
 import json
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -168,26 +168,14 @@ def draw_episodes(
     return episodes
 
 
-def number_task(seed: int, index: int, clauses: int = 2) -> Episode:
-    """Comparisons whose values stand in the question: the order of the numbers is learned far more
+def number_task(seed: int, index: int) -> Episode:
+    """Two comparisons whose values stand in the question: the order of the numbers is learned far more
     cheaply here than from one comparison a question about pages."""
     rng = stream(seed, "train", index, task=8)
     field = FIELDS[rng.integers(len(FIELDS))]
-    asked, said = [], []
-    for _ in range(clauses):
-        a, b = (KNOWN_ENTITIES[i] for i in rng.choice(len(KNOWN_ENTITIES), 2, replace=False))
-        x, y = 0, 0
-        while abs(x - y) < COMPARE_GAP:
-            x, y = (int(v) for v in rng.integers(10, 100, 2))
-        asked.append(f"{a} {x} or {b} {y}")
-        said.append(f"{a} {field} {x} , {b} {field} {y} , more is {a if x > y else b}")
-    page = reading_task(seed, "train", index, n_pages=1)
-    return dataclasses.replace(
-        page,
-        question=f"Which has more {field} , " + " , ".join(asked) + " ?",
-        response=" " + " , ".join(said),
-        kind="number",
-    )
+    clauses = [_comparison(rng, KNOWN_ENTITIES, field) for _ in range(2)]
+    asked, said = (" , ".join(parts) for parts in list(zip(*clauses, strict=True))[:2])
+    return _without_pages(f"Which has more {field} , {asked} ?", f" {said}", "number", field)
 
 
 def stated_task(seed: int, index: int) -> Episode:
@@ -195,17 +183,35 @@ def stated_task(seed: int, index: int) -> Episode:
     that <think> and <answer> never held could not be answered with."""
     rng = stream(seed, "train", index, task=10)
     field = FIELDS[rng.integers(len(FIELDS))]
-    a, b = (ENTITIES[i] for i in rng.choice(len(ENTITIES), 2, replace=False))
+    asked, said, more = _comparison(rng, ENTITIES, field)
+    response = f"<think> {said}</think>\n<answer> {more}</answer>"
+    return _without_pages(f"Which has more {field} , {asked} ?", response, "stated", field)
+
+
+def _comparison(rng, towns: Sequence[str], field: str) -> tuple[str, str, str]:
+    """(what is asked, what is said, the town with more) of two towns with random numbers."""
+    a, b = (towns[i] for i in rng.choice(len(towns), 2, replace=False))
     x, y = 0, 0
     while abs(x - y) < COMPARE_GAP:
         x, y = (int(v) for v in rng.integers(10, 100, 2))
     more = a if x > y else b
-    return dataclasses.replace(
-        reading_task(seed, "train", index, n_pages=1),
-        question=f"Which has more {field} , {a} {x} or {b} {y} ?",
-        response=f"<think> {a} {field} {x} , {b} {field} {y} , more is {more}</think>\n"
-        f"<answer> {more}</answer>",
-        kind="stated",
+    return f"{a} {x} or {b} {y}", f"{a} {field} {x} , {b} {field} {y} , more is {more}", more
+
+
+def _without_pages(question: str, response: str, kind: str, field: str) -> Episode:
+    return Episode(
+        question=question,
+        pages=(),
+        images=np.zeros((0, HEIGHT, WIDTH, 3), np.uint8),
+        boxes=(),
+        response=response,
+        answers=(response,),
+        evidence=(),
+        is_sufficient=True,
+        kind=kind,
+        entities=(),
+        field=field,
+        novelty="seen",
     )
 
 
@@ -244,8 +250,8 @@ def lessons(layout: Layout, seed: int) -> Callable[[int], dict]:
 
 
 def practice(layout: Layout, seed: int) -> Callable[[int], dict]:
-    """Batch of a step of the second leg: what is still hard. Of the questions that name a shown town
-    nearly half now lack the field, and every third batch has no pages."""
+    """Batch of a step of the second leg: what is still hard. A quarter of the questions now name a
+    shown town that lacks the field, and every third batch has no pages."""
 
     def make(step: int) -> dict:
         if step % 3 == 2:
@@ -289,13 +295,11 @@ def train(
     rate: float = LEARNING_RATE,
     start: int = 0,
     horizon: int = 0,
-    save_every: int = 0,
 ) -> dict:
     """`steps` updates of the decoder on the batches `make(start)`, `make(start + 1)`, ...
 
     The rate falls as a cosine over `horizon` updates (0: over `steps`). A line with losses and skills
-    goes to `log` every 100 steps; parameters to LOG-STEP (without its suffix) every `save_every`.
-    Returns the parameters.
+    goes to `log` every 100 steps. Returns the parameters.
     """
     from experiments.mini.skills import skill_table
 
@@ -331,8 +335,6 @@ def train(
                 file.write(json.dumps(row) + "\n")
                 file.flush()
                 print(row, flush=True)
-            if save_every and step % save_every == 0:
-                save(log.with_name(f"{log.stem}-{step}"), now)
     return now
 
 

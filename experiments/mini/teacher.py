@@ -20,9 +20,7 @@ def imperfect(episode: Episode, seed: int, index: int) -> Episode:
     rng = stream(seed, "train", index, task=9)
     overlooks, hasty = rng.random() < OVERLOOKS, rng.random() < FIRST_NAMED
     unread = {len(episode.pages) - 1} if overlooks else set()
-    first = episode.entities[0]
-    response, _, answer = respond(episode.pages, episode.entities, episode.field, unread=unread)
-    if hasty and answer in episode.entities:
-        response = response.replace(f"more is {answer}", f"more is {first}")
-        response = response.replace(f"<answer> {answer}<", f"<answer> {first}<")
+    response, _, _ = respond(
+        episode.pages, episode.entities, episode.field, unread=unread, hasty=hasty
+    )
     return dataclasses.replace(episode, response=response)

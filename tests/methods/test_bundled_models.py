@@ -27,15 +27,14 @@ def test_two_models_are_bundled_and_small():
     assert max(sizes) < 8e6 and sum(sizes) < 30e6
 
 
-@pytest.mark.parametrize("name", ["mini"])
-def test_greedy_answers_equal_transformers(name, records):
+def test_greedy_answers_equal_transformers(records):
     """The same folder and page files through transformers' own tokenizer, template, image processor
     and model: the same 50 responses, character for character (float32)."""
     torch = pytest.importorskip("torch")
     from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    pretrained = load_pretrained(name)
+    pretrained = load_pretrained("mini")
     sampling = SamplingConfig(temperature=0.0, max_tokens=MAX_TOKENS)
     method = make_method(Answering(template="mini", sampling=sampling), pretrained)
     buckets = bucket_table(prompts=(25,), pages=((3, 6, 20),), lengths=(96,), responses=(64,))

@@ -100,13 +100,18 @@ def observation(
 
 
 def respond(
-    pages: Sequence[PageSpec], asked: Sequence[str], field: str, *, unread: Container[int] = ()
+    pages: Sequence[PageSpec],
+    asked: Sequence[str],
+    field: str,
+    *,
+    unread: Container[int] = (),
+    hasty: bool = False,
 ) -> tuple[str, list[str | None], str]:
     """The four sections that follow from reading the pages, the evidence in them, and the answer.
 
     Evidence is "ENTITY FIELD VALUE", or None, a page. If an asked entity has none the answer is
-    INSUFFICIENT; of two, the one with more; of one, its value. Pages whose index is in `unread` are
-    passed over.
+    INSUFFICIENT; of two, the one with more; of one, its value. A flawed reader passes over the pages
+    whose index is in `unread`, and in `hasty` comparisons names the first entity whatever it has.
     """
     known = [page.title for i, page in enumerate(pages) if page.title in asked and i not in unread]
     evidence = [
@@ -120,7 +125,8 @@ def respond(
     if missing:
         think, answer = f"no page shows {field} of {missing}", INSUFFICIENT
     elif len(asked) == 2:
-        answer = max(asked, key=lambda entity: int(records[entity].split()[-1]))
+        more = max(asked, key=lambda entity: int(records[entity].split()[-1]))
+        answer = asked[0] if hasty else more
         think = " , ".join([*records.values(), f"more is {answer}"])
     else:
         think = records[asked[0]]

@@ -91,8 +91,8 @@ def stream(seed: int, split: str, index: int, task: int = 0) -> np.random.Genera
     """Philox generator of one example; streams with another (seed, split, index, task) never
     overlap.
 
-    `task` tells apart the kinds of example drawn for one split (0 questions, 1 reading tasks, 2
-    single pages).
+    `task` tells apart the kinds of example drawn for one split: 0 questions, 1 reading tasks, 2 single
+    pages; 7 to 15 are free for experiments.
     """
     if split not in SPLITS:
         raise ValueError(f"miniworld: unknown split {split!r}; choose one of {SPLITS}")
