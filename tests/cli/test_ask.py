@@ -8,7 +8,6 @@ from evisrag_jax.cli.main import main
 from evisrag_jax.data.miniworld.files import write_dataset
 from evisrag_jax.methods.base import Prediction
 from evisrag_jax.methods.evidence_cot import EvidenceCoT
-from tests.rl.tiny import quick_compiles  # noqa: F401  (a fixture)
 
 TAGGED = (
     "<observe> three pages</observe>\n<evidence>\n[1]: Elba tea 28\n[2]: no relevant information\n"

@@ -7,7 +7,6 @@ import pytest
 from evisrag_jax.cli.main import main
 from evisrag_jax.data.miniworld.files import write_dataset
 from evisrag_jax.rollout.engine import Engine
-from tests.rl.tiny import quick_compiles  # noqa: F401  (a fixture)
 
 
 def command(model, out, *more):

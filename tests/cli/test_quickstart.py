@@ -8,7 +8,7 @@ import pytest
 
 from evisrag_jax.cli.main import main
 from evisrag_jax.training import pretrained
-from tests.rl.tiny import few_devices, quick_compiles  # noqa: F401  (fixtures)
+from tests.rl.tiny import few_devices  # noqa: F401  (a fixture)
 
 KEYS = (
     *("accuracy_before", "accuracy_after", "format_after", "evidence_after"),

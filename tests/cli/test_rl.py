@@ -7,7 +7,7 @@ import pytest
 from evisrag_jax.cli.main import main
 from evisrag_jax.data.miniworld.files import write_dataset
 from evisrag_jax.training.pretrained import load_pretrained
-from tests.rl.tiny import few_devices, quick_compiles  # noqa: F401  (fixtures)
+from tests.rl.tiny import few_devices  # noqa: F401  (a fixture)
 
 
 def test_trains_validates_and_goes_on_with_the_same_command(tiny_model, tmp_path, capsys):

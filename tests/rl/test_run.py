@@ -23,7 +23,7 @@ from evisrag_jax.runtime.run_folder import RunFolder, RunFolderError
 from evisrag_jax.training.batching import put_batch
 from evisrag_jax.training.export import set_pixel_limits
 from evisrag_jax.training.state import flatten, state_shardings, to_checkpoint
-from tests.rl.tiny import code_config, few_devices, quick_compiles, run_config, write_model  # noqa: F401  (fixtures)
+from tests.rl.tiny import code_config, few_devices, run_config, write_model  # noqa: F401  (a fixture)
 
 # Groups whose mean reward is low are dropped, and a second rollout fills the batch.
 FILTERED = code_config(filter=FilterConfig(low=-0.45), tries=2)

@@ -13,7 +13,6 @@ from evisrag_jax.rl.update import UpdateConfig, compile_params
 from evisrag_jax.training.optimiser import decays
 from evisrag_jax.training.state import flatten, full_params
 from tests.rl import update_case as u
-from tests.rl.tiny import quick_compiles  # noqa: F401  (a fixture)
 
 ESTIMATORS = ("paper", "code")
 

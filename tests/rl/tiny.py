@@ -32,15 +32,6 @@ SPECIAL = {
 
 
 @pytest.fixture(scope="module", autouse=True)
-def quick_compiles():
-    """Programs of the module that imports this are compiled without costly optimisation: half the time,
-    and at these sizes they run as fast."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
-@pytest.fixture(scope="module", autouse=True)
 def few_devices():
     """Meshes take as many of the eight virtual devices as their sizes say, and one for a -1."""
     make_mesh = mesh.make_mesh
