@@ -1,24 +1,62 @@
 """Attention as pure functions: causal, a group over its shared prompt, masked inside images.
 
-Scores and softmax are float32; masked scores are a large negative number, so a row with nothing to
-see gives finite values and finite gradients instead of NaN. More than QUERY_BLOCK queries are taken
-a block at a time, forward and backward, so that memory grows with the keys and not with their
-square (one full-attention layer over a page of 20,000 patches would hold 1.6 GB of scores a head).
+Scores and softmax are float32; a row with nothing to see gives finite values and finite gradients
+instead of NaN. Queries are taken a block at a time, forward and backward, so that memory grows with
+the keys and not with their square (one full-attention layer over a page of 20,000 patches would hold
+1.6 GB of scores a head). Which program does it is chosen when a function is traced:
 
-Letters: P prompts, G responses, T response tokens, L prompt tokens, S suffix slots, N query heads,
-K key-value heads, R = N/K query heads a key-value head, H head width.
+    blocked  one head and one block of rows after another; CPU (`blocked_attention`)
+    cudnn    fused; GPU, 16-bit, for what is masked by causality or by lengths alone
+    xla      batched products; everything else: TPU, float32 on GPU, a group on GPU (its one softmax
+             over two sets of keys has no fused form: merging two calls by their log-sum-exp would
+             lose a gradient), vision windows, and a CPU where `jax.set_mesh` names several devices
+
+Outputs carry the checkpoint name "attention", for recomputation policies that keep them.
+
+Letters: P prompts, G responses, T response tokens, L prompt tokens, N query heads, K key-value
+heads, R = N/K query heads a key-value head, H head width.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
+from evisrag_jax.models import blocked_attention
+
+Implementation = Literal["blocked", "cudnn", "xla"]
 MASKED = -1e30
 QUERY_BLOCK = 512
+# Rows a key-value head up to which a batched product costs less than a loop: vision windows.
+FEW_ROWS = 64
+
+_default: Implementation | None = None
+
+
+def default_implementation() -> Implementation:
+    """What is used where a call names nothing and its arrays allow it."""
+    if _default is not None:
+        return _default
+    return {"cpu": "blocked", "gpu": "cudnn"}.get(jax.default_backend(), "xla")
+
+
+def set_default_implementation(name: str | None) -> None:
+    """Another default for programs traced from now on; None: the backend's own again.
+
+    Programs that are compiled already keep theirs: set it before a run traces anything.
+
+    Raises:
+        ValueError: no such implementation.
+    """
+    if name is not None and name not in get_args(Implementation):
+        raise ValueError(f"attention {name!r}: one of {', '.join(get_args(Implementation))}")
+    global _default
+    _default = name
 
 
 def causal_attention(
@@ -26,8 +64,10 @@ def causal_attention(
     k: Float[Array, "P L K H"],
     v: Float[Array, "P L K H"],
     lengths: Int[Array, " P"],
+    *,
+    implementation: Implementation | None = None,
 ) -> Float[Array, "P L N H"]:
-    """Causal attention over right-padded prompts (queries past the length see real keys only).
+    """Causal attention over right-padded prompts.
 
     keys      0 1 2 .        length 3, L 4
     query 0   x
@@ -35,6 +75,91 @@ def causal_attention(
     query 2   x x x
     query 3   x x x          (padding row: finite, never read)
     """
+    L, N = q.shape[1:3]
+    chosen = implementation or _fitting(q, L * N // k.shape[2], fused=True)
+    if chosen == "blocked":
+        return blocked_attention.causal(q, k, v, lengths)
+    if chosen == "cudnn":
+        # Real rows see real keys by causality alone. What cuDNN leaves in rows behind a query
+        # length is not promised, and a NaN there would reach real rows as 0 · NaN in a later layer.
+        out = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+    else:
+        out = _causal(q, k, v, lengths)
+    return checkpoint_name(out, "attention")
+
+
+def group_attention(
+    q: Float[Array, "P G T N H"],
+    prefix_k: Float[Array, "P L K H"],
+    prefix_v: Float[Array, "P L K H"],
+    lengths: Int[Array, " P"],
+    suffix_k: Float[Array, "P G T K H"],
+    suffix_v: Float[Array, "P G T K H"],
+    *,
+    implementation: Literal["blocked", "xla"] | None = None,
+) -> Float[Array, "P G T N H"]:
+    """G responses attend to their one prompt and, causally, to themselves; one softmax over both.
+
+                 prompt keys     own keys               length 2, T 3
+                 0 1 .           0 1 2
+        query 0  x x             x
+        query 1  x x             x x
+        query 2  x x             x x x
+
+    Exactly the attention of the repeated path: the prompt's keys are read once a prompt.
+    """
+    rows = q.shape[2] * q.shape[3] // prefix_k.shape[2]
+    if (implementation or _fitting(q, rows)) == "blocked":
+        return blocked_attention.group(q, prefix_k, prefix_v, lengths, suffix_k, suffix_v)
+    out = _group(q, prefix_k, prefix_v, lengths, suffix_k, suffix_v)
+    return checkpoint_name(out, "attention")
+
+
+def masked_attention(
+    q: Float[Array, "B S N H"],
+    k: Float[Array, "B S N H"],
+    v: Float[Array, "B S N H"],
+    mask: Bool[Array, "B S"],
+    *,
+    implementation: Implementation | None = None,
+) -> Float[Array, "B S N H"]:
+    """Bidirectional attention to the keys where mask is true: inside a window or an image."""
+    chosen = implementation or _fitting(q, q.shape[1], fused=True)
+    if chosen == "blocked":
+        return blocked_attention.masked(q, k, v, mask)
+    out = _cudnn_masked(q, k, v, mask) if chosen == "cudnn" else _masked(q, k, v, mask)
+    return checkpoint_name(out, "attention")
+
+
+def _fitting(q: Array, rows: int, *, fused: bool = False) -> Implementation:
+    """The default, or "xla" where it is not legal or does not pay."""
+    name = default_implementation()
+    few = rows <= FEW_ROWS
+    if name == "blocked" and (few or jax.sharding.get_abstract_mesh().size > 1):
+        return "xla"
+    # cuDNN takes heads of up to 128 on every card.
+    legal = fused and q.dtype in (jnp.bfloat16, jnp.float16) and q.shape[-1] in range(8, 129, 8)
+    if name == "cudnn" and (few or not legal):
+        return "xla"
+    return name
+
+
+def _cudnn_masked(q: Array, k: Array, v: Array, mask: Array) -> Array:
+    """Windows at an image's edge have masked slots in the middle, and cuDNN knows lengths only:
+    the real keys go to the front (softmax does not mind their order); queries stay in place."""
+    order = jnp.argsort(~mask, axis=1, stable=True)[..., None, None]
+    k, v = (jnp.take_along_axis(a, order, axis=1) for a in (k, v))
+    # A row of padding only reads one key: finite, as elsewhere.
+    lengths = jnp.maximum(jnp.sum(mask, axis=1, dtype=jnp.int32), 1)
+    return jax.nn.dot_product_attention(
+        q, k, v, key_value_seq_lengths=lengths, implementation="cudnn"
+    )
+
+
+# Batched products.
+
+
+def _causal(q: Array, k: Array, v: Array, lengths: Array) -> Array:
     L, K = k.shape[1:3]
     real = jnp.arange(L)[None] < lengths[:, None]
     keys, values = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)  # P K L H
@@ -53,30 +178,17 @@ def causal_attention(
     return _by_query_block(attend, q, axis=1)
 
 
-def group_attention(
-    q: Float[Array, "P G T N H"],
-    prefix_k: Float[Array, "P L K H"],
-    prefix_v: Float[Array, "P L K H"],
-    lengths: Int[Array, " P"],
-    suffix_k: Float[Array, "P G S K H"],
-    suffix_v: Float[Array, "P G S K H"],
-    offset: Int[Array, ""] | int,
-) -> Float[Array, "P G T N H"]:
-    """G responses attend to their one prompt and, causally, to themselves; one softmax over both.
-
-    Query t sits in suffix slot offset + t.
-
-                 prompt keys     suffix slots           length 2, offset 1, T 2
-                 0 1 .           0 1 2 .
-        query 0  x x             x x
-        query 1  x x             x x x
-
-    Exactly the attention of the repeated path: the prompt's keys are read once a prompt, as a
-    matrix-matrix product over the group's queries.
-    """
-    L, K, S = prefix_k.shape[1], prefix_k.shape[2], suffix_k.shape[2]
+def _group(
+    q: Array,
+    prefix_k: Array,
+    prefix_v: Array,
+    lengths: Array,
+    suffix_k: Array,
+    suffix_v: Array,
+) -> Array:
+    L, K, T = prefix_k.shape[1], prefix_k.shape[2], suffix_k.shape[2]
     prefix_k, prefix_v = (a.transpose(0, 2, 1, 3) for a in (prefix_k, prefix_v))  # P K L H
-    suffix_k, suffix_v = (a.transpose(0, 3, 1, 2, 4) for a in (suffix_k, suffix_v))  # P K G S H
+    suffix_k, suffix_v = (a.transpose(0, 3, 1, 2, 4) for a in (suffix_k, suffix_v))  # P K G T H
     in_prompt = (jnp.arange(L)[None] < lengths[:, None])[:, None, None, None, None, :]
 
     def attend(block, start):
@@ -89,37 +201,31 @@ def group_attention(
             preferred_element_type=jnp.float32,
         ).reshape(P, K, G, N // K, B, L)
         to_suffix = jnp.einsum(
-            "pkgqh,pkgsh->pkgqs",
+            "pkgqh,pkgth->pkgqt",
             queries.reshape(P, K, G, -1, H),
             suffix_k,
             preferred_element_type=jnp.float32,
-        ).reshape(P, K, G, N // K, B, S)
-        causal = jnp.arange(S)[None] <= jnp.arange(B)[:, None] + start + offset
+        ).reshape(P, K, G, N // K, B, T)
+        causal = jnp.arange(T)[None] <= jnp.arange(B)[:, None] + start
         seen = jnp.concatenate(
             [
                 jnp.broadcast_to(in_prompt, (P, 1, 1, 1, B, L)),
-                jnp.broadcast_to(causal, (P, 1, 1, 1, B, S)),
+                jnp.broadcast_to(causal, (P, 1, 1, 1, B, T)),
             ],
             -1,
         )
         scores = jnp.concatenate([to_prefix, to_suffix], -1) * H**-0.5
         weights = _softmax(scores, seen).astype(q.dtype)
         over_prefix = weights[..., :L].reshape(P, K, -1, L)
-        over_suffix = weights[..., L:].reshape(P, K, G, -1, S)
+        over_suffix = weights[..., L:].reshape(P, K, G, -1, T)
         out = jnp.einsum("pkql,pklh->pkqh", over_prefix, prefix_v).reshape(queries.shape)
-        out = out + jnp.einsum("pkgqs,pkgsh->pkgqh", over_suffix, suffix_v).reshape(out.shape)
+        out = out + jnp.einsum("pkgqt,pkgth->pkgqh", over_suffix, suffix_v).reshape(out.shape)
         return out.transpose(0, 2, 4, 1, 3, 5).reshape(P, G, B, N, H)
 
     return _by_query_block(attend, q, axis=2)
 
 
-def masked_attention(
-    q: Float[Array, "B S N H"],
-    k: Float[Array, "B S N H"],
-    v: Float[Array, "B S N H"],
-    mask: Bool[Array, "B S"],
-) -> Float[Array, "B S N H"]:
-    """Bidirectional attention to the keys where mask is true: inside a window or an image."""
+def _masked(q: Array, k: Array, v: Array, mask: Array) -> Array:
     keys, values = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
 
     def attend(block, _):

@@ -1,7 +1,6 @@
 """What stands beside a prompt in its batch, or behind it as padding, must not change it."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +9,10 @@ import pytest
 import torch
 
 from evisrag_jax.models.qwen25vl import model
-from evisrag_jax.models.qwen25vl.text import unstack_kv
 from evisrag_jax.pages.patches import make_patches
 from tests.models.tiny import (
     BUDGET,
+    Decoder,
     Shape,
     largest,
     loss_and_grads,
@@ -114,29 +113,16 @@ def test_b23_padding_on_the_right(untied, rows):
         assert largest(ours, alone) <= LOGITS
 
 
-@functools.partial(jax.jit, static_argnames=("config", "steps"))
 def greedy(params, config, prompt, images, steps):
-    """`steps` greedy tokens [P, steps] by cached decode, at next_position + t."""
-    features = model.encode_images(params, config, images)
-    hidden, kv = model.prefill(params, config, prompt, features)
-    kv = unstack_kv(kv)
-    layers = model.unstack_layers(params)
-    first = model.logits(params, config, model.last_hidden(hidden, prompt.lengths)).argmax(-1)
-    P = len(first)
-    out = jnp.zeros((P, steps), jnp.int32).at[:, 0].set(first)
-    suffix = model.empty_suffix(config, P, 1, steps, hidden.dtype)
-
-    def step(t, state):
-        out, suffix = state
-        token = jax.lax.dynamic_index_in_dim(out, t - 1, axis=1)
-        position = (prompt.next_position + t - 1)[:, None, None]
-        hidden, suffix = model.extend(
-            layers, config, token[..., None], position, prompt.lengths, kv, suffix, t - 1
-        )
-        token = model.logits(params, config, hidden[:, 0, 0]).argmax(-1).astype(jnp.int32)
-        return jax.lax.dynamic_update_index_in_dim(out, token, t, axis=1), suffix
-
-    return jax.lax.fori_loop(1, steps, step, (out, suffix))[0]
+    """`steps` greedy tokens [P, steps], token t fed at next_position + t."""
+    hidden, prefix = run(params, config, prompt, images)[2:]
+    state = model.last_hidden(hidden, prompt.lengths)[:, None]
+    decoder = Decoder(params, config, prompt, prefix, 1, steps)
+    out = []
+    for _ in range(steps):
+        out.append(model.logits(params, config, state).argmax(-1).astype(jnp.int32))
+        state = decoder.feed(out[-1])
+    return jnp.stack(out, -1)[:, 0]
 
 
 def torch_greedy(pair, row, steps):

@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from evisrag_jax.models import attention
+from evisrag_jax.models import attention, blocked_attention
 from evisrag_jax.models.qwen25vl import model
-from evisrag_jax.models.qwen25vl.text import unstack_kv
 from tests.models.tiny import (
     SPECIAL,
     Shape,
     append_responses,
+    decoded,
     each_tensor,
     largest,
     make_batch,
@@ -42,14 +42,12 @@ def response_positions(prompt, width=T):
 
 
 @functools.partial(jax.jit, static_argnames=("config", "remat"))
-def shared(params, config, prompt, images, responses, remat=False):
+def shared(params, config, prompt, images, responses, remat="none"):
     """Hidden states [P, G, T, D] of the responses against one prefill a prompt."""
     features = model.encode_images(params, config, images, remat=remat)
     _, prefix = model.prefill(params, config, prompt, features, remat=remat)
     positions = response_positions(prompt, responses.shape[-1])
-    return model.extend(params, config, responses, positions, prompt.lengths, prefix, remat=remat)[
-        0
-    ]
+    return model.extend(params, config, responses, positions, prompt.lengths, prefix, remat=remat)
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -96,11 +94,19 @@ def test_group_equals_the_repeated_path(tied, case, plain):
     assert_equal(plain, loss_and_grads(tied, case, repeated))
 
 
-def test_remat_and_query_blocks_change_nothing(tied, case, plain, monkeypatch):
-    """Tower, prompt and responses recomputed in the backward pass, attention in blocks of 5 queries
-    (which divide none of the lengths)."""
+def test_query_blocks_change_nothing(tied, case, plain, monkeypatch):
+    """Attention in blocks of 5 queries, which divide none of the lengths; tower, prompt and responses
+    recomputed in the backward pass."""
     monkeypatch.setattr(attention, "QUERY_BLOCK", 5)
-    path = functools.partial(shared.__wrapped__, remat=True)
+    for name in ("BLOCK", "LONE_BLOCK"):
+        monkeypatch.setattr(blocked_attention, name, 5)
+    path = functools.partial(shared.__wrapped__, remat="full")
+    assert_equal(loss_and_grads(tied, case, path), plain)
+
+
+@pytest.mark.parametrize("remat", ["dots", "attention"])
+def test_remat_changes_nothing(tied, case, plain, remat):
+    path = functools.partial(shared.__wrapped__, remat=remat)
     assert_equal(loss_and_grads(tied, case, path), plain)
 
 
@@ -113,36 +119,11 @@ def test_responses_do_not_see_each_other(tied, case):
     assert (before[:, 1] != after[:, 1]).any(-1).all()
 
 
-def test_decoding_token_by_token_equals_teacher_forcing(tied, case):
-    """A cache of more slots than tokens, stacked layers and caches against tuples of them."""
+@pytest.mark.parametrize("fuse", [True, False])
+def test_decoding_token_by_token_equals_teacher_forcing(tied, case, fuse):
+    """A cache of more slots than tokens; kernels joined or one by one."""
     _, (prompt, images), responses = case
     expected = shared(tied.params, tied.config, prompt, images, responses)
     prefix = run(tied.params, tied.config, prompt, images)[3]
-    positions = response_positions(prompt)
-    step = jax.jit(model.extend, static_argnames="config")
-    empty = model.empty_suffix(tied.config, 2, G, T + 3, jnp.float32)
-    stacked = jax.tree.map(lambda *a: jnp.stack(a), *zip(*empty, strict=True))
-    ways = {
-        "stacked": (tied.params, prefix, type(prefix)(*stacked)),
-        "tuples": (model.unstack_layers(tied.params), unstack_kv(prefix), empty),
-    }
-    for name, (params, kv, suffix) in ways.items():
-        for t in range(T):
-            hidden, suffix = step(
-                params, tied.config, responses[..., t : t + 1], positions[..., t : t + 1],
-                prompt.lengths, kv, suffix, t,
-            )  # fmt: skip
-            assert largest(hidden[:, :, 0], expected[:, :, t]) <= VALUE, (name, t)
-
-
-def test_unrolled_layers_equal_scan(tied, case):
-    """prefill with a tuple of layers; keys and values come back as tuples."""
-    _, (prompt, images), _ = case
-    logits, features, hidden, kv = run(tied.params, tied.config, prompt, images)
-    params = model.unstack_layers(tied.params)
-    other, cache = jax.jit(model.prefill, static_argnames="config")(
-        params, tied.config, prompt, features
-    )
-    assert largest(other, hidden) <= VALUE
-    assert isinstance(cache.k, tuple)
-    assert largest(jnp.stack(cache.v), kv.v) <= VALUE
+    hidden = decoded(tied.params, tied.config, prompt, prefix, responses, slots=T + 3, fuse=fuse)
+    assert largest(hidden, expected) <= VALUE

@@ -21,7 +21,8 @@ from evisrag_jax.models.qwen25vl import model
 from evisrag_jax.models.qwen25vl.weights import SINGLE, load_params
 from evisrag_jax.prompts.chat import Prompt
 from evisrag_jax.rollout.buckets import Bucket, BucketTable
-from evisrag_jax.rollout.engine import Engine, Request
+from evisrag_jax.rollout.engine import Engine
+from evisrag_jax.rollout.requests import Request
 from evisrag_jax.rollout.sampling import SamplingConfig
 from tests.models.tiny import largest, run
 

@@ -20,6 +20,7 @@ from PIL import Image
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from evisrag_jax.models.decode_attention import Seats
 from evisrag_jax.models.qwen25vl import model
 from evisrag_jax.models.qwen25vl.config import Qwen25VLConfig
 from evisrag_jax.models.qwen25vl.weights import load_params
@@ -218,13 +219,49 @@ def append_responses(prompt: model.PromptInputs, responses: jax.Array) -> model.
 
 
 @functools.partial(jax.jit, static_argnames=("config", "remat"))
-def run(params: dict, config: Qwen25VLConfig, prompt, images, remat: bool = False):
+def run(params: dict, config: Qwen25VLConfig, prompt, images, remat: str = "none"):
     """(logits [P, L, V], features, hidden, KV) of a batch."""
     features = None
     if images is not None:
         features = model.encode_images(params, config, images, remat=remat)
     hidden, cache = model.prefill(params, config, prompt, features, remat=remat)
     return model.logits(params, config, hidden), features, hidden, cache
+
+
+class Decoder:
+    """The decode step over G responses a prompt, one token at a time, with room for `slots` tokens.
+    `prefix` is what prefill gave."""
+
+    def __init__(self, params, config, prompt, prefix, group: int, slots: int, *, fuse=True):
+        P = len(prompt.lengths)
+        order = jnp.arange(P * group, dtype=jnp.int32)
+        seats = Seats(order.reshape(P, group), order // group, order % group)
+        self.suffix = model.empty_kv(config, P * group, slots, jax.tree.leaves(prefix)[0].dtype)
+        self.count, self.shape = jnp.zeros(P * group, jnp.int32), (P, group)
+        start, kv = jnp.repeat(prompt.next_position, group), model.resident_kv(prefix)
+        weights = jax.jit(model.decode_params, static_argnums=1, static_argnames="fuse")(
+            params, config, fuse=fuse
+        )
+
+        @jax.jit
+        def step(suffix, token, count):
+            return model.decode_step(
+                *(weights, config, token, start + count, count, seats, prompt.lengths, kv, suffix)
+            )
+
+        self.step = step
+
+    def feed(self, tokens: jax.Array) -> jax.Array:
+        """[P, G] → hidden states [P, G, D]."""
+        hidden, self.suffix = self.step(self.suffix, tokens.reshape(-1), self.count)
+        self.count = self.count + 1
+        return hidden.reshape(*self.shape, -1)
+
+
+def decoded(params, config, prompt, prefix, tokens, *, slots: int, fuse=True) -> jax.Array:
+    """Hidden states [P, G, T, D] of given responses [P, G, T], fed one token at a time."""
+    decoder = Decoder(params, config, prompt, prefix, tokens.shape[1], slots, fuse=fuse)
+    return jnp.stack([decoder.feed(tokens[..., t]) for t in range(tokens.shape[2])], 2)
 
 
 def torch_inputs(row: Row, response=()) -> dict[str, Any]:
@@ -265,7 +302,7 @@ def loss_weights(rows: list[Row], length: int) -> np.ndarray:
 
 
 @functools.partial(jax.jit, static_argnames=("config", "remat"))
-def loss_and_grads(params, config, prompt, images, weights, remat: bool = False):
+def loss_and_grads(params, config, prompt, images, weights, remat: str = "none"):
     """`text_loss` of a batch and its gradient."""
 
     def loss(params):

@@ -20,6 +20,11 @@ from jaxtyping import Array, Float, Int
 from evisrag_jax.models.qwen25vl import text as decoder
 from evisrag_jax.models.qwen25vl import vision as tower
 from evisrag_jax.models.qwen25vl.config import Qwen25VLConfig
+from evisrag_jax.models.qwen25vl.decode import decode_logits as decode_logits
+from evisrag_jax.models.qwen25vl.decode import decode_params as decode_params
+from evisrag_jax.models.qwen25vl.decode import decode_step as decode_step
+from evisrag_jax.models.qwen25vl.decode import empty_kv as empty_kv
+from evisrag_jax.models.qwen25vl.decode import resident_kv as resident_kv
 from evisrag_jax.models.qwen25vl.text import KV
 
 Params = dict[str, Any]
@@ -73,7 +78,7 @@ def compute_dtype(params: Params):
 
 
 def encode_images(
-    params: Params, config: Qwen25VLConfig, images: Any, *, remat: bool = False
+    params: Params, config: Qwen25VLConfig, images: Any, *, remat: str = "none"
 ) -> Float[Array, "P IM D"]:
     """Image features a prompt, padded to I images of M tokens.
 
@@ -114,7 +119,7 @@ def prefill(
     prompt: Any,
     features: Float[Array, "P IM D"] | None = None,
     *,
-    remat: bool = False,
+    remat: str = "none",
 ) -> tuple[Float[Array, "P L D"], KV]:
     """Hidden states of the prompts (a PromptInputs), and their KV [layers, P, L, K, H]."""
     x = embed_prompt(params, prompt, features)
@@ -130,16 +135,12 @@ def extend(
     positions: Int[Array, "P G T"],
     lengths: Int[Array, " P"],
     prefix: KV,
-    suffix: KV | None = None,
-    offset: Int[Array, ""] | int = 0,
     *,
-    remat: bool = False,
-) -> tuple[Float[Array, "P G T D"], KV]:
-    """Hidden states of response tokens (text only); see `text.extend` for the cache."""
+    remat: str = "none",
+) -> Float[Array, "P G T D"]:
+    """Hidden states of response tokens (text only) against one prefill a prompt."""
     x = params["text"]["embed"]["embedding"][tokens]
-    return decoder.extend(
-        params["text"], config.text, x, positions, lengths, prefix, suffix, offset, remat=remat
-    )
+    return decoder.extend(params["text"], config.text, x, positions, lengths, prefix, remat=remat)
 
 
 def last_hidden(hidden: Float[Array, "P L D"], lengths: Int[Array, " P"]) -> Float[Array, "P D"]:
@@ -154,15 +155,3 @@ def last_hidden(hidden: Float[Array, "P L D"], lengths: Int[Array, " P"]) -> Flo
 def logits(params: Params, config: Qwen25VLConfig, hidden: Float[Array, "*B D"]) -> Array:
     """Float32 logits over the vocabulary."""
     return decoder.head_logits(params["text"], config.text, hidden)
-
-
-def empty_suffix(config: Qwen25VLConfig, prompts: int, group: int, slots: int, dtype) -> KV:
-    """An all-zero response cache, a tuple of [P, G, S, K, H] arrays a layer."""
-    shape = (prompts, group, slots, config.text.kv_heads, config.text.head_dim)
-    zeros = tuple(jnp.zeros(shape, dtype) for _ in range(config.text.layers))
-    return KV(zeros, tuple(jnp.zeros(shape, dtype) for _ in range(config.text.layers)))
-
-
-def unstack_layers(params: Params) -> Params:
-    """Parameters with the decoder's layers as a tuple (see `text.unstack_layers`)."""
-    return {**params, "text": decoder.unstack_layers(params["text"])}

@@ -1,8 +1,7 @@
 """The decoder: one layer declared in Linen, and the two passes that share it.
 
 `prefill` runs right-padded prompts and returns their keys and values once a prompt; `extend` runs G
-responses a prompt against them. Teacher-forced training passes T tokens at once without a cache,
-decoding passes one token with a cache of S slots: the same function.
+given responses a prompt against them (training, scoring). Sampling token by token is `decode`.
 """
 
 from __future__ import annotations
@@ -27,10 +26,11 @@ from evisrag_jax.models.layers import (
     stack_init,
 )
 from evisrag_jax.models.qwen25vl.config import TextConfig
+from evisrag_jax.models.remat import rematerialise
 
 
 class KV(NamedTuple):
-    """Keys and values of all layers: stacked [layers, …, K, H], or a tuple of a layer's arrays."""
+    """Keys and values of all layers: stacked [layers, P, L, K, H], or tuples of a layer's arrays."""
 
     k: Any
     v: Any
@@ -106,22 +106,7 @@ def init_text(config: TextConfig, key: Array) -> dict:
     return params
 
 
-def unstack_layers(params: dict) -> dict:
-    """The same parameters with a tuple of per-layer trees: sliced once, outside a decode loop."""
-    depth = jax.tree.leaves(params["layers"])[0].shape[0]
-
-    def layer(i):
-        return jax.tree.map(lambda a: a[i], params["layers"])
-
-    return {**params, "layers": tuple(layer(i) for i in range(depth))}
-
-
-def unstack_kv(kv: KV) -> KV:
-    """A stacked cache as tuples: each layer's update is then in place inside a while loop."""
-    return KV(tuple(kv.k), tuple(kv.v))
-
-
-def _run_layers(config: TextConfig, layers, x, angles, xs, attend, *, remat: bool):
+def _run_layers(config: TextConfig, layers, x, angles, xs, attend, *, remat: str):
     """x through all layers. `attend(per_layer)` builds a layer's attention from its slice of xs."""
     module = DecoderLayer(config)
 
@@ -129,15 +114,7 @@ def _run_layers(config: TextConfig, layers, x, angles, xs, attend, *, remat: boo
         layer, cache = layer_and_cache
         return module.apply({"params": layer}, x, *angles, attend(cache))
 
-    if remat:
-        step = jax.checkpoint(step)
-    if not isinstance(layers, tuple):
-        return jax.lax.scan(step, x, (layers, xs))
-    kept = []
-    for i, layer in enumerate(layers):
-        x, out = step(x, (layer, None if xs is None else tuple(a[i] for a in xs)))
-        kept.append(out)
-    return x, tuple(zip(*kept, strict=True))
+    return jax.lax.scan(rematerialise(step, remat), x, (layers, xs))
 
 
 def prefill(
@@ -147,7 +124,7 @@ def prefill(
     positions: Int[Array, "P 3 L"],
     lengths: Int[Array, " P"],
     *,
-    remat: bool = False,
+    remat: str = "none",
 ) -> tuple[Float[Array, "P L D"], KV]:
     """Prompt embeddings → hidden states after the final norm, and the prompts' keys and values."""
 
@@ -166,35 +143,18 @@ def extend(
     positions: Int[Array, "P G T"],
     lengths: Int[Array, " P"],
     prefix: KV,
-    suffix: KV | None = None,
-    offset: Int[Array, ""] | int = 0,
     *,
-    remat: bool = False,
-) -> tuple[Float[Array, "P G T D"], KV]:
-    """Response embeddings against their prompt's keys and values.
-
-    Without `suffix` the T tokens are the whole response so far (teacher forcing) and the returned
-    KV is theirs. With it they are written into slots offset … offset+T-1 of a cache
-    [layers, P, G, S, K, H]. Caches are stacked or tuples as the layers of `params` are.
-    """
+    remat: str = "none",
+) -> Float[Array, "P G T D"]:
+    """Hidden states of response embeddings against their prompt's (stacked) keys and values."""
 
     def attend(cache):
-        prefix_k, prefix_v, *slots = cache
+        return lambda q, k, v: (group_attention(q, *cache, lengths, k, v), None)
 
-        def call(q, k, v):
-            if slots:
-                k, v = (
-                    jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), offset, axis=2)
-                    for old, new in zip(slots, (k, v), strict=True)
-                )
-            return group_attention(q, prefix_k, prefix_v, lengths, k, v, offset), (k, v)
-
-        return call
-
-    xs = (prefix.k, prefix.v) if suffix is None else (prefix.k, prefix.v, suffix.k, suffix.v)
     angles = text_angles(positions, config)
-    x, (k, v) = _run_layers(config, params["layers"], x, angles, xs, attend, remat=remat)
-    return RMSNorm(config.eps).apply({"params": params["norm"]}, x), KV(k, v)
+    xs = (prefix.k, prefix.v)
+    x, _ = _run_layers(config, params["layers"], x, angles, xs, attend, remat=remat)
+    return RMSNorm(config.eps).apply({"params": params["norm"]}, x)
 
 
 def head_logits(params: dict, config: TextConfig, hidden: Float[Array, "*B D"]) -> Array:

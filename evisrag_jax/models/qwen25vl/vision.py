@@ -25,6 +25,7 @@ from evisrag_jax.models.layers import (
     stack_init,
 )
 from evisrag_jax.models.qwen25vl.config import VisionConfig
+from evisrag_jax.models.remat import rematerialise
 
 
 class PatchEmbed(nn.Module):
@@ -128,11 +129,11 @@ def encode(
     rowcol: Int[Array, "I W S 2"],
     merged_index: Int[Array, "I M"],
     *,
-    remat: bool = False,
+    remat: str = "none",
 ) -> Float[Array, "I M O"]:
     """Merged features in reading order (row-major over the merged grid), 0-padded index → slot 0's.
 
-    `remat` recomputes each block in the backward pass (a trainable tower at full size needs it).
+    `remat`: see `models.remat` (a trainable tower at full size needs "full").
     """
     I, W, S, _ = patches.shape
     x = PatchEmbed(config).apply({"params": params["patch_embed"]}, patches)
@@ -151,8 +152,7 @@ def encode(
         attend = attend_image if full else attend_windows
         return block.apply({"params": layer}, x, cos, sin, attend)
 
-    if remat:
-        run_block = jax.checkpoint(run_block, static_argnums=(2,))
+    run_block = rematerialise(run_block, remat, static_argnums=(2,))
     period = attention_period(config)
 
     def run_period(x, layers):
