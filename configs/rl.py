@@ -39,11 +39,14 @@ def _run(rl: RLConfig, **fields) -> ConfigDict:
                 "threads": 2,
                 "ahead": 64,
                 "cache_mb": 1024,
+                "feature_cache_mb": 4096,
+                "feature_cache_dir": "",
             },
             "rl": dataclasses.asdict(rl),
             "mesh": {"data": -1, "fsdp": 1, "tensor": 1},
+            "slots": 0,
             "seed": 0,
-            "remat": True,
+            "remat": "full",
             "chunk": 2048,
             "log_every": 1,
             "eval_limit": 0,
@@ -82,7 +85,7 @@ def _mini() -> ConfigDict:
     )
     config.model.path = "mini-sft"
     config.data.template = "mini"
-    config.remat = False
+    config.remat = "none"
     return config
 
 

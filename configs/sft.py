@@ -36,7 +36,7 @@ def _mini() -> ConfigDict:
         },
         steps=40,
         save_every=20,
-        remat=False,
+        remat="none",
     )
 
 
@@ -90,7 +90,7 @@ def _config(
     micro: int = 0,
     warmup_ratio: float = 0.0,
     save_every: int = 100,
-    remat: bool = True,
+    remat: str = "full",
     mesh: dict | None = None,
 ) -> ConfigDict:
     """All fields of evisrag_jax.sft.config.SFTConfig, so that each can be set on the command line."""
@@ -110,6 +110,8 @@ def _config(
                 "threads": 2,
                 "ahead": 16,
                 "cache_mb": 1024,
+                "feature_cache_mb": 4096,
+                "feature_cache_dir": "",
             },
             "buckets": tuple(buckets),
             "prompts": 0,

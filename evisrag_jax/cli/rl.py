@@ -79,19 +79,26 @@ def make_validate(run: Any) -> Callable[[Any, int], Mapping[str, Any]]:
         system=data.system or None,
         exif_transpose=data.exif_transpose,
         on_error="record",
+        pages=run.cache,
+        features=run.features,
     )
 
     def validate(params: Any, step: int) -> Mapping[str, Any]:
         run.engine.set_params(params)
-        summary = evaluate(
-            records,
-            method,
-            run.engine,
-            limit=config.eval_limit or None,
-            chunk=run.rl.prompts,
-            resamples=100,
-            progress=False,
-        )
+        if run.features is not None:
+            run.features.take(params)
+        try:
+            summary = evaluate(
+                records,
+                method,
+                run.engine,
+                limit=config.eval_limit or None,
+                chunk=run.rl.prompts,
+                resamples=100,
+                progress=False,
+            )
+        finally:
+            run.engine.set_params(None)  # or it would hold a copy through the next updates
         names = ("accuracy", "em", "f1", "format_rate", "evidence_f1")
         return {f"eval/{name}": summary[name] for name in names if summary.get(name) is not None}
 

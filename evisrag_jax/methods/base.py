@@ -8,7 +8,8 @@ from typing import Protocol, runtime_checkable
 
 from evisrag_jax.data.schema import Record
 from evisrag_jax.prompts.sections import find_section
-from evisrag_jax.rollout.engine import Completion, Engine
+from evisrag_jax.rollout.engine import Engine
+from evisrag_jax.rollout.requests import Completion
 
 
 @dataclass(frozen=True)

@@ -7,18 +7,20 @@ The template may come from a file, so a published prompt can go with published w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from evisrag_jax.data.schema import Record
 from evisrag_jax.methods.base import MethodError, Prediction, failed, predict
-from evisrag_jax.pages.decode import PageError, load_page
-from evisrag_jax.pages.patches import PagePatches, make_patches
+from evisrag_jax.pages.decode import PageError
 from evisrag_jax.pages.plan import PixelBudget
 from evisrag_jax.prompts.chat import PromptTooLong, build_prompt
 from evisrag_jax.prompts.template import Template, load_template
 from evisrag_jax.rollout.buckets import RequestTooLarge
-from evisrag_jax.rollout.engine import Engine, Request, measure
+from evisrag_jax.rollout.engine import Engine
+from evisrag_jax.rollout.requests import Request, measure
 from evisrag_jax.rollout.sampling import SamplingConfig
+from evisrag_jax.training.feature_cache import FeatureCache
+from evisrag_jax.training.page_cache import PageCache
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,8 @@ class EvidenceCoT:
     the text.  system: replaces the chat template's system line.  exif_transpose: see `pages.decode.load_page`.
     seed: of sampling above temperature 0.  on_error: "raise" a MethodError, or "record" a prediction with
     finish "error" for a record whose pages cannot be read or that no bucket holds.  chunk: records whose
-    pages are held in memory at a time; None is twice the rows of the largest batch.
+    pages are held in memory at a time; None is twice the rows of the largest batch.  pages, features: caches
+    shared with a training run, so that repeated validation prepares and encodes no page again.
     """
 
     template: str | Template
@@ -46,6 +49,8 @@ class EvidenceCoT:
     seed: int = 0
     on_error: str = "raise"
     chunk: int | None = None
+    pages: PageCache | None = None
+    features: FeatureCache | None = None
     name: str = "evidence_cot"
 
     def __post_init__(self):
@@ -66,18 +71,14 @@ class EvidenceCoT:
             predictions += self._answer(records[first : first + chunk], engine)
         return predictions
 
-    def request(
-        self, record: Record, engine: Engine, pages: dict[str, PagePatches] | None = None
-    ) -> Request:
-        """The prompt and pages of one record. `pages` keeps pages by path between calls; MethodError as above."""
-        pages = {} if pages is None else pages
-        paths = record.images[: self.max_pages]
+    def request(self, record: Record, engine: Engine, pages: PageCache | None = None) -> Request:
+        """The prompt and pages of one record, from `pages` or the method's own; MethodError as above."""
+        pages = pages or self.pages or PageCache()
         try:
-            for path in paths:
-                if path not in pages:
-                    image = load_page(path, exif_transpose=self.exif_transpose)
-                    pages[path] = make_patches(image, engine.layout, self.budget, name=path)
-            shown = tuple(pages[path] for path in paths)
+            shown = tuple(
+                pages.get(path, engine.layout, self.budget, self.exif_transpose)
+                for path in record.images[: self.max_pages]
+            )
             prompt = build_prompt(
                 engine.tokenizer,
                 self.template.render(record.question),
@@ -89,13 +90,17 @@ class EvidenceCoT:
                 merge=engine.layout.merge,
             )
             request = Request(record.id, prompt, shown)
-            engine.buckets.choose([measure(request, self.sampling)])
+            engine.buckets.classes([measure(request, self.sampling)])  # refuses what fits none
+            if self.features is not None:
+                return replace(request, features=self.features.get(shown))
+            for page in shown:  # held by the request until it is answered
+                _ = page.patches
+            return request
         except (PageError, PromptTooLong, RequestTooLarge) as error:
             raise MethodError(record.id, str(error)) from error
-        return request
 
     def _answer(self, records: Sequence[Record], engine: Engine) -> list[Prediction]:
-        pages: dict[str, PagePatches] = {}
+        pages = self.pages or PageCache()
         requests: list[Request] = []
         results: list[Prediction | None] = []
         for record in records:

@@ -46,7 +46,7 @@ class PageError(ValueError):
         reason: one sentence saying what is wrong with it.
         kind: a short word for counters: ``missing``, ``empty``, ``not_image``, ``broken`` (decoding
             failed, for instance a cut file), ``too_large``, ``mode`` (samples without a defined
-            range) or ``aspect``.
+            range), ``aspect`` or ``changed`` (during a run).
     """
 
     def __init__(self, path: str | os.PathLike, reason: str, kind: str = "broken"):

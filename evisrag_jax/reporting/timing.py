@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,8 +13,13 @@ from matplotlib.ticker import MaxNLocator
 
 from evisrag_jax.reporting.display import finite, format_seconds, text
 
-PHASES = ("prefill", "decode", "collect", "reward", "prepare", "update", "validate", "idle")
+PHASES = (
+    *("encode", "prefill", "decode", "reward", "prepare", "old_log_probs", "update", "write"),
+    *("validate", "idle"),
+)
 IDLE = "idle"
+# Host work: while another phase runs, the time is that phase's.
+YIELDING = ("reward", "prepare", "write", IDLE)
 MAX_BARS = 120  # with more steps, a bar is the mean of neighbouring ones
 WIDTH, HEIGHT = 1000.0, 200.0
 _OTHER_TONES = 6
@@ -20,13 +27,17 @@ _OTHER_TONES = 6
 
 @dataclass(frozen=True)
 class Phase:
-    """A phase over the whole run: `share` of all time, mean `per_step`; seconds. `style` names CSS classes."""
+    """A phase over the whole run: `share` of all time, mean `per_step`; seconds. `style` names CSS classes.
+
+    `hidden`: seconds in which another phase ran as well; they are in that one's total.
+    """
 
     name: str
     style: str
     total: float
     share: float
     per_step: float
+    hidden: float
 
 
 @dataclass(frozen=True)
@@ -58,8 +69,9 @@ def time_chart(rows: Sequence[dict[str, Any]]) -> TimeChart | None:
 
     A row may give its `end` instead of `seconds`.
 
-    Phases are added up by name. Where the run names no idle time, the time of a step that no phase covers is
-    shown as idle. Rows without times, or that end before they start, are counted in `broken`.
+    Phases are added up by name. Where phases of a step overlap, the time is counted once (`shares`). Where the
+    run names no idle time, the time of a step that no phase covers is shown as idle. Rows without times, or
+    that end before they start, are counted in `broken`.
     """
     spans: dict[int, list[tuple[str, float, float]]] = {}
     broken = 0
@@ -77,9 +89,7 @@ def time_chart(rows: Sequence[dict[str, Any]]) -> TimeChart | None:
     steps = sorted(spans)
     seconds: dict[int, dict[str, float]] = {}
     for step in steps:
-        sums: dict[str, float] = {}
-        for name, start, end in spans[step]:
-            sums[name] = sums.get(name, 0.0) + end - start
+        sums = shares(spans[step])
         if not named_idle and (gap := uncovered([(s, e) for _, s, e in spans[step]])) > 0:
             sums[IDLE] = gap
         seconds[step] = sums
@@ -91,11 +101,21 @@ def time_chart(rows: Sequence[dict[str, Any]]) -> TimeChart | None:
         for n in names
     }
     grand = sum(sum(sums.values()) for sums in seconds.values())
+    whole: dict[str, float] = {}
+    for name, start, end in (span for step in spans.values() for span in step):
+        whole[name] = whole.get(name, 0.0) + end - start
     phases = []
     for name in names:
         total = sum(sums.get(name, 0.0) for sums in seconds.values())
         phases.append(
-            Phase(name, styles[name], total, total / grand if grand else 0.0, total / len(steps))
+            Phase(
+                name,
+                styles[name],
+                total,
+                share=total / grand if grand else 0.0,
+                per_step=total / len(steps),
+                hidden=max(0.0, whole.get(name, 0.0) - total),
+            )
         )
     per_bar = math.ceil(len(steps) / MAX_BARS)
     groups = [steps[i : i + per_bar] for i in range(0, len(steps), per_bar)]
@@ -118,6 +138,24 @@ def time_chart(rows: Sequence[dict[str, Any]]) -> TimeChart | None:
         clipped=tuple(bar.title.split(":")[0] for bar in bars if bar.clipped),
         broken=broken,
     )
+
+
+def shares(spans: Sequence[tuple[str, float, float]]) -> dict[str, float]:
+    """Seconds by phase of (phase, start, end) spans, every moment counted once: to the phase that began
+    first, host work (`YIELDING`) after all others."""
+    waiting = sorted(spans, key=lambda span: span[1], reverse=True)
+    sums = dict.fromkeys((name for name, _, _ in reversed(waiting)), 0.0)
+    running: list[tuple[bool, float, float, str]] = []
+    edges = sorted({edge for _, *ends in spans for edge in ends})
+    for left, right in itertools.pairwise(edges):
+        while waiting and waiting[-1][1] <= left:
+            name, start, end = waiting.pop()
+            heapq.heappush(running, (name in YIELDING, start, end, name))
+        while running and running[0][2] <= left:
+            heapq.heappop(running)
+        if running:
+            sums[running[0][3]] += right - left
+    return sums
 
 
 def uncovered(spans: Sequence[tuple[float, float]]) -> float:

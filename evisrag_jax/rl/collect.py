@@ -1,16 +1,19 @@
 """The environment of single-turn RL: prompts in, judged groups out.
 
     stream ─► P prepared records ─engine─► G completions each ─rewards, scopes─► filter ─► Collected
+                                                     └─ without a filter ─► batch arrays meanwhile
 
-Everything here is host work around the engine's device programs. Other environments (many turns)
-give the trainer the same `Collected`.
+Everything here is host work around the engine's device programs. A group is judged in a thread as soon
+as its last response is done, while others are still decoded.
+Other environments (many turns) give the trainer the same `Collected`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,9 +28,12 @@ from evisrag_jax.rl import scopes
 from evisrag_jax.rl.advantages import occurrence_ids
 from evisrag_jax.rl.config import MAX_TRIES, RLConfig
 from evisrag_jax.rl.filter import filter_groups
-from evisrag_jax.rollout.engine import Completion, Engine, Request
+from evisrag_jax.rollout.engine import Engine
+from evisrag_jax.rollout.requests import Completion, Request
 from evisrag_jax.rollout.sampling import SamplingConfig
-from evisrag_jax.training.batching import Bucket, Prepared, make_group_batch
+from evisrag_jax.runtime.timeline import Span
+from evisrag_jax.training.batching import Bucket, Prepared, make_group_batch, with_features
+from evisrag_jax.training.feature_cache import FeatureCache
 from evisrag_jax.training.forward import GroupBatch
 
 
@@ -36,7 +42,7 @@ class Collected:
     """One step's groups on the host; arrays have P rows, those beyond the kept groups are empty.
 
     groups, sampled, rewards, masks, valid, trained: see `update.RLBatch`.  metrics: scalars of the
-    rollout.  rows: rollout rows for the run folder (`reporting`).  times: seconds by phase.
+    rollout.  rows: rollout rows for the run folder (`reporting`).  spans: phases and when they were.
     """
 
     groups: GroupBatch
@@ -47,7 +53,7 @@ class Collected:
     trained: Bool[np.ndarray, "P G"]
     metrics: dict[str, float]
     rows: list[dict[str, Any]]
-    times: dict[str, float] = field(default_factory=dict)
+    spans: list[Span] = field(default_factory=list)
 
 
 @dataclass
@@ -76,6 +82,8 @@ class Collector:
         buckets: training shapes; P = rl.prompts, G = rl.group.
         encode: plain text → ids, for scope_match "token_ids".
         seed: of sampling.
+        features: of the pages, for a frozen tower: engine and update then never run it.
+        put: places the arrays of a batch on its devices, while responses are still being judged.
         workers: threads that judge responses.
     """
 
@@ -88,10 +96,13 @@ class Collector:
         encode: Callable[[str], Sequence[int]],
         *,
         seed: int,
+        features: FeatureCache | None = None,
+        put: Callable[[GroupBatch], GroupBatch] = lambda groups: groups,
         workers: int = 2,
     ):
         self.engine, self.stream, self.rl = engine, stream, rl
         self.buckets, self.seed = buckets, seed
+        self.features, self.put = features, put
         self.sampling = SamplingConfig(
             temperature=rl.temperature, top_p=rl.top_p, max_tokens=rl.max_tokens
         )
@@ -101,14 +112,23 @@ class Collector:
 
     def __call__(self, params: Any, step: int) -> Collected:
         """Rollouts of step `step` (counted from 1) under `params`."""
+        if self.features is not None:
+            self.features.take(params)
         kept: list[Judged] = []
         seen: list[Judged] = []
-        times = {"rollout": 0.0, "reward": 0.0}
+        spans: list[Span] = []
         dropped: dict[str, int] = {}
-        rounds = 0
+        groups, rounds = None, 0
         while len(kept) < self.rl.prompts and rounds < self.rl.tries:
             rounds += 1
-            judged = self._round(params, step * MAX_TRIES + rounds - 1, times)
+            judging = self._round(params, step * MAX_TRIES + rounds - 1, spans)
+            if (
+                self.rl.filter is None and not kept and len(judging) == self.rl.prompts
+            ):  # all will be kept
+                with span("prepare", spans):
+                    groups = self._groups([(item, done) for item, done, _ in judging])
+            judged, times = zip(*(future.result() for _, _, future in judging), strict=True)
+            spans.append(("reward", min(b for b, _ in times), max(e for _, e in times)))
             seen += judged
             keep, reasons = self._filter(judged)
             kept += [group for group, ok in zip(judged, keep, strict=True) if ok]
@@ -121,17 +141,33 @@ class Collector:
             "filter/rounds": float(rounds),
             **{f"filter/dropped_{name}": float(n) for name, n in sorted(dropped.items())},
         }
-        return self._arrays(kept or seen[:1], bool(kept), metrics, times, step)
+        with span("prepare", spans):
+            shown = kept or seen[:1]
+            if groups is None:
+                groups = self._groups([(group.item, group.completions) for group in shown])
+            return self._arrays(groups, shown, bool(kept), metrics, spans, step)
 
     def close(self) -> None:
         """Ends the reward threads."""
         self._threads.shutdown()
 
-    def _round(self, params: Any, fold: int, times: dict[str, float]) -> list[Judged]:
-        """P prompts sampled and judged; `fold` is the step number of their random keys."""
+    def _round(
+        self, params: Any, fold: int, spans: list[Span]
+    ) -> list[tuple[Prepared, list[Completion], Future[tuple[Judged, tuple[float, float]]]]]:
+        """P prompts sampled, and being judged; `fold` is the step number of their random keys."""
         items = [example.item for example in next(self.stream)]
+        if self.features is not None:
+            with span("encode", spans):
+                items = with_features(items, self.features)
         ids = occurrence_ids([item.id for item in items])
-        requests = [Request(i, x.prompt, x.pages) for i, x in zip(ids, items, strict=True)]
+        requests = [
+            Request(i, x.prompt, x.pages, x.features) for i, x in zip(ids, items, strict=True)
+        ]
+        futures: dict[int, Future[tuple[Judged, tuple[float, float]]]] = {}
+
+        def judge(index: int, completions: list[Completion]) -> None:
+            futures[index] = self._threads.submit(self._judge, items[index], completions)
+
         begin = time.perf_counter()
         groups = self.engine.generate(
             requests,
@@ -140,14 +176,19 @@ class Collector:
             seed=self.seed,
             step=fold,
             params=params,
+            on_group=judge,
         )
-        times["rollout"] += time.perf_counter() - begin
-        begin = time.perf_counter()
-        judged = list(self._threads.map(self._judge, items, groups))
-        times["reward"] += time.perf_counter() - begin
-        return judged
+        # The engine's phases take turns; in the timeline each is put together.
+        for phase, seconds in getattr(self.engine, "times", {}).items():
+            spans.append((phase, begin, begin + seconds))
+            begin += seconds
+        return [(item, groups[i], futures[i]) for i, item in enumerate(items)]
 
-    def _judge(self, item: Prepared, completions: list[Completion]) -> Judged:
+    def _judge(
+        self, item: Prepared, completions: list[Completion]
+    ) -> tuple[Judged, tuple[float, float]]:
+        """The judged group, and when that was done."""
+        begin = time.perf_counter()
         gold = gold_text(item.record)
         rewards, masks, found = [], [], []
         for done in completions:
@@ -165,7 +206,21 @@ class Collector:
             )
             masks.append(mask)
             found.append(tags)
-        return Judged(item, completions, rewards, np.stack(masks), found)
+        judged = Judged(item, completions, rewards, np.stack(masks), found)
+        return judged, (begin, time.perf_counter())
+
+    def _groups(self, groups: Sequence[tuple[Prepared, list[Completion]]]) -> GroupBatch:
+        """Prompts, pages and sampled ids of these groups, placed."""
+        items, completions = zip(*groups, strict=True)
+        return self.put(
+            make_group_batch(
+                items,
+                self.buckets,
+                responses=[[c.ids.tolist() for c in group] for group in completions],
+                layout=self.engine.layout,
+                features=self.features,
+            )
+        )
 
     def _filter(self, judged: Sequence[Judged]) -> tuple[list[bool], list[str]]:
         if self.rl.filter is None:
@@ -195,21 +250,16 @@ class Collector:
 
     def _arrays(
         self,
+        groups: GroupBatch,
         kept: Sequence[Judged],
         any_kept: bool,
         metrics: dict[str, float],
-        times: dict[str, float],
+        spans: list[Span],
         step: int,
     ) -> Collected:
         """The batch of the kept groups; without any, of one group that takes no part."""
         P, G, T = self.rl.prompts, self.rl.group, self.rl.max_tokens
         names = self.rl.reward.channels
-        groups = make_group_batch(
-            [group.item for group in kept],
-            self.buckets,
-            responses=[[c.ids.tolist() for c in group.completions] for group in kept],
-            layout=self.engine.layout,
-        )
         sampled = np.zeros((P, G, T), np.float32)
         rewards = np.zeros((P, G, len(names)), np.float32)
         masks = np.zeros((P, G, len(names), T), bool)
@@ -222,7 +272,15 @@ class Collector:
                 trained[p, g] = not (self.rl.mask_truncated and done.finish == "length")
         rows = [rollout_row(step, group) for group in kept]
         trained &= valid
-        return Collected(groups, sampled, rewards, masks, valid, trained, metrics, rows, times)
+        return Collected(groups, sampled, rewards, masks, valid, trained, metrics, rows, spans)
+
+
+@contextlib.contextmanager
+def span(name: str, spans: list[Span]) -> Iterator[None]:
+    """Notes the block as a phase."""
+    begin = time.perf_counter()
+    yield
+    spans.append((name, begin, time.perf_counter()))
 
 
 def rollout_row(step: int, group: Judged) -> dict[str, Any]:

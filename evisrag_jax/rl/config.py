@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from evisrag_jax.models.remat import check_remat
 from evisrag_jax.rewards.evisrag import RewardConfig
 from evisrag_jax.rl.filter import FilterConfig
 from evisrag_jax.rl.losses import PolicyLossConfig
@@ -102,7 +103,8 @@ class RLRunConfig:
 
     images, windows, tokens, prompt_length: the batch's static sizes (pages a prompt, windows and
     merged tokens a page, prompt tokens); P, G and T are those of `rl`.  steps: rollouts, 0 for
-    `epochs` passes over the data.  remat, chunk: see `update.UpdateConfig`.  save_every, log_every:
+    `epochs` passes over the data.  slots: responses decoded at once, 0 for all of a step; fewer take
+    less memory and change no token.  remat, chunk: see `update.UpdateConfig`.  save_every, log_every:
     in steps.  eval_every, eval_limit: validation on `data.validation`, in steps and questions (0 =
     all).  keep: checkpoints kept beside the best.  rollouts_every, rollout_rows: rollouts/ keeps so
     many prompts of the first, of every so many-th and of the last step.  export: write RUN/model at
@@ -119,8 +121,9 @@ class RLRunConfig:
     steps: int = 0
     epochs: float = 1.0
     mesh: MeshShape = field(default_factory=MeshShape)
+    slots: int = 0
     seed: int = 0
-    remat: bool = True
+    remat: str = "full"
     chunk: int = 2048
     save_every: int = 20
     log_every: int = 1
@@ -134,7 +137,7 @@ class RLRunConfig:
     export_dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
-        for name in ("steps", "save_every", "eval_every", "eval_limit", "rollout_rows"):
+        for name in ("steps", "slots", "save_every", "eval_every", "eval_limit", "rollout_rows"):
             if getattr(self, name) < 0:
                 raise RLConfigError(f"{name}={getattr(self, name)} must not be negative")
         for name in ("chunk", "log_every", "keep", "rollouts_every"):
@@ -148,6 +151,7 @@ class RLRunConfig:
                 "(eval_every=0 leaves validation out)"
             )
         parse_dtype(self.export_dtype, field="export_dtype")
+        check_remat(self.remat)
         _ = self.bucket  # refuses sizes that no batch can have
 
     @property

@@ -36,8 +36,9 @@ from evisrag_jax.runtime.checkpoints import Checkpoints
 from evisrag_jax.runtime.json_files import write_json
 from evisrag_jax.runtime.precision import default_precision, parse_dtype
 from evisrag_jax.runtime.run_folder import RunFolder, versions
-from evisrag_jax.training.batching import Limits, check_divides, prepare
+from evisrag_jax.training.batching import Limits, check_divides, prepare, put_batch
 from evisrag_jax.training.export import export
+from evisrag_jax.training.feature_cache import for_run as features_for
 from evisrag_jax.training.loop import FitResult
 from evisrag_jax.training.optimiser import for_run, make_optimiser
 from evisrag_jax.training.page_cache import PageCache
@@ -48,7 +49,8 @@ __all__ = ["RLRun", "RLRunConfig", "train"]
 
 # What may change when a run goes on: nothing here changes a number.
 MAY_DIFFER = (
-    *("data.threads", "data.ahead", "data.cache_mb", "save_every", "log_every", "keep"),
+    *("data.threads", "data.ahead", "data.cache_mb", "data.feature_cache_mb"),
+    *("data.feature_cache_dir", "save_every", "log_every", "keep"),
     *("tensorboard", "export", "export_dtype", "rollouts_every", "rollout_rows"),
 )
 
@@ -58,7 +60,7 @@ def _setting(name: str) -> Iterator[None]:
     """Errors of the block become one that names the setting it is about."""
     try:
         yield
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError) as error:
         raise RLConfigError(f"{name}: {error}") from error
 
 
@@ -100,7 +102,19 @@ class RLRun:
         self.settings = UpdateConfig(self.rl, compute, config.remat, config.chunk)
         state = init_state(self.pretrained.params, optim, make_optimiser(optim))
         self.state = place(state, state_shardings(self.model, self.mesh, state))
-        self.engine = self._engine()
+        with _setting("slots"):
+            self.engine = self._engine()
+        b = config.bucket
+        with _setting("data.feature_cache_dir"):
+            self.features = features_for(
+                self.model,
+                self.pretrained.layout,
+                [(b.windows, b.tokens)] if b.images else [],
+                state.trainable,
+                config.data,
+                dtype=compute,
+                mesh=self.mesh,
+            )
 
     def _read(self, resumed: bool) -> list[Record]:
         """Records with a usable gold; the others go to rejected.jsonl."""
@@ -149,6 +163,7 @@ class RLRun:
             stop_ids=self.pretrained.stop_ids,
             layout=self.pretrained.layout,
             mesh=self.mesh,
+            slots=self.config.slots or None,
         )
 
     def stream(self) -> RecordStream:
@@ -164,15 +179,21 @@ class RLRun:
                 budget=self.pretrained.budget,
                 limits=Limits.of([self.config.bucket]),
                 cache=self.cache,
+                features=self.features,
                 images_first=data.images_first,
                 system=data.system or None,
                 exif_transpose=data.exif_transpose,
             ),
             self.rl.prompts,
             seed=self.config.seed,
-            read=ReadSettings(data.threads, max(data.ahead, data.threads)),
+            read=ReadSettings(data.threads, max(data.ahead, data.threads, self.rl.prompts)),
             rejected=Rejected(self.folder.rejected),
         )
+
+    def counters(self) -> dict[str, float]:
+        """What the caches of this process did so far."""
+        features = {} if self.features is None else self.features.metrics()
+        return self.cache.metrics() | features
 
     def fit(
         self,
@@ -189,6 +210,8 @@ class RLRun:
             [config.bucket],
             partial(encode_plain, self.pretrained.tokenizer),
             seed=config.seed,
+            features=self.features,
+            put=partial(put_batch, mesh=self.mesh),
         )
         try:
             return fit_rl(
@@ -202,6 +225,7 @@ class RLRun:
                 checkpoints=checkpoints,
                 data=stream,
                 validate=validate,
+                counters=self.counters,
                 rollouts_every=config.rollouts_every,
                 rollout_rows=config.rollout_rows,
                 save_every=config.save_every,

@@ -35,6 +35,7 @@ from evisrag_jax.rl.update import (
 from evisrag_jax.runtime import mesh as meshes
 from evisrag_jax.runtime.checkpoints import Checkpoints
 from evisrag_jax.runtime.run_folder import RunFolder
+from evisrag_jax.runtime.timeline import StepTimeline
 from evisrag_jax.training.batching import put_batch
 from evisrag_jax.training.loop import FitResult, fit
 from evisrag_jax.training.state import TrainState, state_shardings
@@ -82,29 +83,32 @@ def fit_rl(
     advantages = jax.jit(
         partial(logged_advantages, rl=rl), in_shardings=meshes.batch_sharding(mesh)
     )
-    watch = Watch()
+    watch, timeline = Watch(), StepTimeline(run)
 
     def step_fn(state: TrainState, _: Any, k: int) -> tuple[TrainState, dict[str, Any]]:
-        with run.timed("collect", k):
-            got = collect(sampler(state), k)
-        with run.timed("prepare", k):
+        timeline.start(k)
+        got = collect(sampler(state), k)
+        timeline.add(got.spans)
+        with timeline.phase("prepare"):
             batch = put_batch(host_batch(got), mesh)
-            if rl.updates > 1:
+        if rl.updates > 1:
+            with timeline.phase("old_log_probs"):
                 old = old_log_probs(state.trainable, state.frozen, batch.groups)
                 batch = batch._replace(old=jax.block_until_ready(old))
-        if k in (1, steps) or k % rollouts_every == 0:
-            with run.timed("rollouts", k):
-                shown = jax.device_get(advantages(batch))
-                run.write_rollouts(k, with_advantages(got.rows, shown, rl)[:rollout_rows])
-        with run.timed("update", k):
+        writes = k in (1, steps) or k % rollouts_every == 0
+        shown = advantages(batch) if writes else None
+        with timeline.phase("update"):
             rows = []
             for part in parts(batch, rl.updates, mesh):
                 state, metrics = update(state, part)
                 rows.append(metrics)
+            if writes:  # while the device works
+                with timeline.phase("write"):
+                    named = with_advantages(got.rows, jax.device_get(shown), rl)
+                    run.write_rollouts(k, named[:rollout_rows])
             metrics = over_updates(jax.device_get(rows))
-        times = {f"time/{name}": seconds for name, seconds in got.times.items()}
         watch(got.metrics, metrics, k)
-        return state, got.metrics | metrics | times
+        return state, got.metrics | metrics | timeline.finish()
 
     def check(state: TrainState, k: int) -> Mapping[str, Any]:
         return validate(sampler(state), k)

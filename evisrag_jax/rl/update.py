@@ -43,12 +43,12 @@ from evisrag_jax.training.state import Flat, TrainState, full_params
 
 @dataclass(frozen=True)
 class UpdateConfig:
-    """Static settings of an update beside the objective: dtype of products, recomputation of
-    activations in the backward pass, and response positions whose logits are held at once."""
+    """Static settings of an update beside the objective: dtype of products, what the backward pass
+    computes again (`models.remat`), and response positions whose logits are held at once."""
 
     rl: RLConfig
     compute: str = "float32"
-    remat: bool = True
+    remat: str = "full"
     chunk: int = 2048
 
 

@@ -110,34 +110,26 @@ class BucketTable:
         """Most response tokens that any bucket takes."""
         return max(bucket.response for bucket in self.buckets)
 
-    def choose(self, needs: Sequence[Need]) -> Bucket:
-        """The cheapest bucket that holds all the requests at once.
+    def classes(self, needs: Sequence[Need]) -> list[tuple[Bucket, list[int]]]:
+        """Requests by the bucket that holds each most cheaply, the largest bucket first and in it the
+        longest prompts. Every index of `needs` occurs once.
 
-        Raises RequestTooLarge for the first request that fits nowhere, and ValueError when each fits but not
-        all of them in one bucket.
-        """
-        for need in needs:
-            self._check(need)
-        for bucket in reversed(self.buckets):
-            if bucket.prompts >= len(needs) and all(bucket.lacks(n) is None for n in needs):
-                return bucket
-        raise ValueError(f"no bucket holds these {len(needs)} requests together")
-
-    def split(self, needs: Sequence[Need]) -> list[tuple[Bucket, list[int]]]:
-        """Batches for any number of requests, those of the largest bucket first.
-
-        Requests go to the smallest bucket that holds them, longest prompt first; free rows of a batch are filled
-        with the next smaller requests. Every index of `needs` occurs once.
+        Of buckets that differ in prompts alone the smallest that takes all its requests at once is
+        chosen, or else the largest. Raises RequestTooLarge for the first request that fits nowhere.
         """
         order = sorted(range(len(needs)), key=lambda i: (*self._rank(needs[i]), i))
-        batches = []
-        while order:
-            head = self._class(needs[order[0]])
-            rows = [i for i in order if head.lacks(needs[i]) is None][: head.prompts]
-            taken = set(rows)
-            order = [i for i in order if i not in taken]
-            batches.append((self.choose([needs[i] for i in rows]), rows))
-        return batches
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for i in order:
+            bucket = self._class(needs[i])
+            groups.setdefault(tuple(getattr(bucket, s) for s in SIZES), []).append(i)
+        return [(self._of_sizes(sizes, len(rows)), rows) for sizes, rows in groups.items()]
+
+    def _of_sizes(self, sizes: tuple[int, ...], count: int) -> Bucket:
+        same = [b for b in self.buckets if tuple(getattr(b, s) for s in SIZES) == sizes]
+        enough = [b for b in same if b.prompts >= count]
+        if enough:
+            return min(enough, key=lambda b: b.prompts)
+        return max(same, key=lambda b: b.prompts)
 
     def _class(self, need: Need) -> Bucket:
         """The bucket of the cheapest row that holds the request, with as many rows as there are."""

@@ -95,12 +95,13 @@ def stack_controls(configs: Sequence[SamplingConfig]) -> Controls:
     )
 
 
-def token_uniforms(keys: Key[Array, "P G"], index: Int[Array, ""]) -> Float[Array, "P G"]:
+def token_uniforms(keys: Key[Array, "*B"], index: Int[Array, "*#B"]) -> Float[Array, "*B"]:
     """One uniform number in [0, 1) a response, for its token with this index.
 
     `keys` are those of `runtime.prng.sample_keys`: what they fold is all that a draw depends on.
     """
-    return jax.vmap(jax.vmap(lambda key: jax.random.uniform(key, ())))(fold_tokens(keys, index))
+    flat = fold_tokens(keys, index).reshape(-1)
+    return jax.vmap(lambda key: jax.random.uniform(key, ()))(flat).reshape(keys.shape)
 
 
 def penalise(

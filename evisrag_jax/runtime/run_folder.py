@@ -8,12 +8,11 @@ Host code: never imports jax.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import platform
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -169,20 +168,14 @@ class RunFolder:
         """Append one row to predictions.jsonl."""
         self.append(self.predictions, row)
 
-    @contextlib.contextmanager
-    def timed(self, name: str, step: int) -> Iterator[None]:
-        """Measure a phase of a step: a row {step, name, start, seconds} in timeline.jsonl.
+    def add_span(self, name: str, step: int, begin: float, end: float) -> None:
+        """Note a phase of a step in timeline.jsonl: a row {step, name, start, seconds}.
 
-        ``start`` counts from when this folder was opened. Work that a device still does after the
-        block is not in ``seconds``: block on its result inside.
+        Args:
+            begin, end: by time.perf_counter; ``start`` counts from when this folder was opened.
         """
-        begin = time.perf_counter()
-        try:
-            yield
-        finally:
-            row = {"step": step, "name": name, "start": round(begin - self._start, 6)}
-            row["seconds"] = round(time.perf_counter() - begin, 6)
-            self.append(self.timeline, row)
+        row = {"step": step, "name": name, "start": round(begin - self._start, 6)}
+        self.append(self.timeline, row | {"seconds": round(end - begin, 6)})
 
     # Rollouts.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 
+from evisrag_jax.models.remat import check_remat
 from evisrag_jax.runtime.precision import parse_dtype
 from evisrag_jax.training.batching import Bucket
 from evisrag_jax.training.optimiser import OptimConfig
@@ -27,6 +28,7 @@ class DataSource(PromptSource):
     target: str = "response"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.target not in TARGETS:
             raise SFTConfigError(f"data.target={self.target!r}; one of {', '.join(TARGETS)}")
 
@@ -39,8 +41,8 @@ class SFTConfig:
     have the same number of prompts, the global batch.  prompts: replaces that number where not 0.
     micro: prompts a slice of gradient accumulation, 0 for the whole batch; never changes a result.
     steps: updates, 0 for `epochs` passes over the data.  warmup_ratio: share of the steps, where
-    optim.warmup_steps is 0.  remat: recompute activations in the backward pass.  chunk: response
-    positions whose logits are held at once.  save_every, log_every, eval_every: in updates.
+    optim.warmup_steps is 0.  remat: what the backward pass computes again (`models.remat`).  chunk:
+    response positions whose logits are held at once.  save_every, log_every, eval_every: in updates.
     keep: checkpoints kept beside the best.  export: write RUN/model at the end, in export_dtype.
     """
 
@@ -55,7 +57,7 @@ class SFTConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     mesh: MeshShape = field(default_factory=MeshShape)
     seed: int = 0
-    remat: bool = True
+    remat: str = "full"
     chunk: int = 2048
     save_every: int = 100
     log_every: int = 1
@@ -83,6 +85,7 @@ class SFTConfig:
                 f"save_every={self.save_every} and eval_every={self.eval_every} must not be negative"
             )
         parse_dtype(self.export_dtype, field="export_dtype")
+        check_remat(self.remat)
         if len({bucket.prompts for bucket in self.shapes}) > 1:
             raise SFTConfigError("buckets: all need the same number of prompts, the global batch")
         if self.largest not in self.shapes:

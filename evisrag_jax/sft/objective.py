@@ -40,14 +40,14 @@ Sums = dict[str, Float[Array, ""]]
 class UpdateConfig:
     """Static settings of an update.
 
-    micro: prompts a slice.  compute: dtype of products.  remat: recompute activations in the
-    backward pass.  chunk: response positions whose logits are held at once.
+    micro: prompts a slice.  compute: dtype of products.  remat: what the backward pass computes
+    again (`models.remat`).  chunk: response positions whose logits are held at once.
     """
 
     optim: OptimConfig
     micro: int
     compute: str = "float32"
-    remat: bool = True
+    remat: str = "full"
     chunk: int = 2048
 
 

@@ -20,12 +20,14 @@ import numpy as np
 from evisrag_jax.data.pipeline import Example, ReadSettings, RecordStream, Rejected
 from evisrag_jax.data.schema import Record
 from evisrag_jax.data.sources import read_records
+from evisrag_jax.models.attention_check import start_up_check
 from evisrag_jax.prompts.template import load_template
 from evisrag_jax.prompts.tokenizer import SpecialIds
 from evisrag_jax.runtime import mesh as meshes
 from evisrag_jax.runtime.checkpoints import Checkpoints
 from evisrag_jax.runtime.precision import default_precision, parse_dtype
 from evisrag_jax.runtime.run_folder import RunFolder
+from evisrag_jax.runtime.timeline import StepTimeline
 from evisrag_jax.sft.config import SFTConfig, SFTConfigError
 from evisrag_jax.sft.objective import UpdateConfig, compile_loss, compile_update
 from evisrag_jax.sft.targets import Targets, group_records
@@ -40,6 +42,7 @@ from evisrag_jax.training.batching import (
     trained_tokens,
 )
 from evisrag_jax.training.export import export
+from evisrag_jax.training.feature_cache import for_run as features_for
 from evisrag_jax.training.loop import FitResult, fit
 from evisrag_jax.training.optimiser import for_run, make_optimiser
 from evisrag_jax.training.page_cache import PageCache
@@ -54,7 +57,8 @@ from evisrag_jax.training.state import (
 
 # What may change when a run goes on: nothing here changes a number.
 MAY_DIFFER = (
-    *("data.threads", "data.ahead", "data.cache_mb", "save_every", "log_every", "keep"),
+    *("data.threads", "data.ahead", "data.cache_mb", "data.feature_cache_mb"),
+    *("data.feature_cache_dir", "save_every", "log_every", "keep"),
     *("tensorboard", "export", "export_dtype"),
 )
 
@@ -71,8 +75,10 @@ class SFTRun:
     def __init__(self, config: SFTConfig, folder: RunFolder, *, resumed: bool = False):
         if not config.model.path or not config.data.path:
             raise SFTConfigError("model.path and data.path are needed (--model and --data)")
+        start_up_check()
         self.config, self.folder = config, folder
         self._warm = False
+        self._timeline = StepTimeline(folder)
         self._held_out: tuple[list[Record], Targets] | None = None
         self.mesh = meshes.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
         check_divides(config.batch, self.mesh)
@@ -106,6 +112,18 @@ class SFTRun:
         self.state: TrainState | None = place(state, self.shardings)
         # From here on the state alone holds the parameters: an update may give their buffers away.
         self.pretrained = dataclasses.replace(self.pretrained, params=None)
+        try:
+            self.features = features_for(
+                self.model,
+                self.pretrained.layout,
+                [(b.windows, b.tokens) for b in config.shapes if b.images],
+                state.trainable,
+                config.data,
+                dtype=self.settings.compute,
+                mesh=self.mesh,
+            )
+        except OSError as error:
+            raise SFTConfigError(f"data.feature_cache_dir: {error}") from error
         self.update = compile_update(self.model, self.settings, self.mesh, self.shardings)
         self.loss = compile_loss(self.model, self.settings, self.mesh, self.shardings)
 
@@ -148,6 +166,7 @@ class SFTRun:
                 budget=self.pretrained.budget,
                 limits=Limits.of(self.config.shapes),
                 cache=self.cache,
+                features=self.features,
                 targets=targets,
                 images_first=data.images_first,
                 system=data.system or None,
@@ -157,7 +176,7 @@ class SFTRun:
             seed=self.config.seed,
             epochs=None if training else 1,
             shuffle=training,
-            read=ReadSettings(data.threads, max(data.ahead, data.threads)),
+            read=ReadSettings(data.threads, max(data.ahead, data.threads, self.config.batch)),
             rejected=Rejected(self.folder.rejected) if training else None,
         )
 
@@ -169,7 +188,19 @@ class SFTRun:
     def host_batch(self, examples: Sequence[Example]) -> Any:
         """The numpy batch of a list of examples."""
         items = [example.item for example in examples]
-        return make_group_batch(items, self.config.shapes, layout=self.pretrained.layout)
+        return make_group_batch(
+            items, self.config.shapes, layout=self.pretrained.layout, features=self.features
+        )
+
+    def load_features(self, state: TrainState) -> None:
+        """Gives the feature cache its tower, once a run."""
+        if self.features is not None:
+            self.features.take(full_params({}, state.frozen))
+
+    def counters(self) -> dict[str, float]:
+        """What the caches of this process did so far."""
+        features = {} if self.features is None else self.features.metrics()
+        return self.cache.metrics() | features
 
     def warm_up(self, state: TrainState) -> TrainState:
         """Compile and run every shape on empty rows, the largest first; the state stays as it is.
@@ -178,21 +209,32 @@ class SFTRun:
         """
         pad_id = SpecialIds.from_tokenizer(self.pretrained.tokenizer).endoftext
         for bucket in sorted(self.config.shapes, key=size, reverse=True):
-            batch = empty_batch(bucket, pad_id=pad_id, layout=self.pretrained.layout)
+            batch = empty_batch(
+                bucket, pad_id=pad_id, layout=self.pretrained.layout, features=self.features
+            )
             state, _ = self.update(state, put_batch(batch, self.mesh))
         return state
 
     def step(self, state: TrainState, data: RecordStream, k: int) -> tuple[TrainState, dict]:
         """Update k; the first of a process runs every other shape before it."""
-        examples = next(data)
+        timeline = self._timeline
+        timeline.start(k)
+        self.load_features(state)
+        with timeline.phase("prepare"):
+            examples = next(data)
+            batch = self.host_batch(examples)
         if not self._warm and len(self.config.shapes) > 1:
-            state = self.warm_up(state)
+            with timeline.phase("warm_up"):
+                state = self.warm_up(state)
         self._warm = True
-        batch = self.host_batch(examples)
-        state, metrics = self.update(state, put_batch(batch, self.mesh))
+        with timeline.phase("update"):
+            state, metrics = self.update(state, put_batch(batch, self.mesh))
+            if k % self.config.log_every == 0:  # else the next step's preparation overlaps
+                metrics = jax.block_until_ready(metrics)
         shape = batch.tokens.shape[0] * batch.tokens.shape[1] * batch.tokens.shape[2]
         return state, {
             **metrics,
+            **timeline.finish(),
             "batch/records": float(len(examples)),
             "batch/response_fill": trained_tokens(batch) / shape,
             "batch/prompt_fill": float(np.mean(batch.prompt.lengths))
@@ -201,6 +243,7 @@ class SFTRun:
 
     def validate(self, state: TrainState, _: int) -> dict[str, float]:
         """eval/loss: mean -log p over the response tokens of the validation file."""
+        self.load_features(state)
         if self._held_out is None:
             self._held_out = self._read(self.config.data.validation, None)
         stream = self.stream(*self._held_out, training=False)
@@ -238,6 +281,7 @@ class SFTRun:
                 checkpoints=checkpoints,
                 data=stream,
                 validate=self.validate if config.data.validation else None,
+                counters=self.counters,
                 save_every=config.save_every,
                 log_every=config.log_every,
                 eval_every=config.eval_every or (self.steps if config.data.validation else 0),

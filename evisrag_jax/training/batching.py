@@ -1,7 +1,8 @@
 """From records to the fixed-shape batches that an update takes.
 
     record ─prepare─► Prepared: prompt, pages, response ids ─make_group_batch─► GroupBatch of a bucket
-             (threads; every page prepared once)              (numpy; empty rows fill up P)
+             (threads; every page prepared once,              (numpy; empty rows fill up P)
+              every page of a frozen tower encoded once)
 
 Shapes come from the configured buckets, never from the data. A record that does not fit is refused
 by name and never cut.
@@ -17,6 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh
+from jaxtyping import Float
 from transformers import PreTrainedTokenizerFast
 
 from evisrag_jax.data.schema import Record
@@ -27,6 +29,7 @@ from evisrag_jax.prompts.chat import Prompt, PromptTooLong, batch_prompts, build
 from evisrag_jax.prompts.template import Template
 from evisrag_jax.prompts.tokenizer import SpecialIds, encode_response
 from evisrag_jax.runtime import mesh as meshes
+from evisrag_jax.training.feature_cache import FeatureCache
 from evisrag_jax.training.forward import GroupBatch
 from evisrag_jax.training.page_cache import PageCache
 from evisrag_jax.training.refusals import EmptyResponse, ResponseTooLong, TooManyPages
@@ -63,7 +66,7 @@ class Bucket:
         """(what, needed, limit) of everything in a prepared record that does not fit."""
         needs = (
             ("pages", len(item.pages), self.images),
-            ("windows a page", max((len(p.patches) for p in item.pages), default=0), self.windows),
+            ("windows a page", max((len(p.mask) for p in item.pages), default=0), self.windows),
             (
                 "tokens a page",
                 max((len(p.merged_index) for p in item.pages), default=0),
@@ -113,7 +116,7 @@ class Prepared:
     """A record ready for a batch.
 
     response_ids: target token ids of each response with one end token, or None where responses are
-    sampled later.  record: where it came from.
+    sampled later.  record: where it came from.  features: of each page, where a frozen tower has them.
     """
 
     id: str
@@ -121,6 +124,7 @@ class Prepared:
     pages: tuple[PagePatches, ...]
     response_ids: tuple[tuple[int, ...], ...] | None
     record: Record
+    features: tuple[Float[np.ndarray, "_ D"], ...] | None = None
 
 
 def own_response(record: Record) -> tuple[str, ...]:
@@ -137,6 +141,7 @@ def prepare(
     budget: PixelBudget,
     limits: Limits,
     cache: PageCache,
+    features: FeatureCache | None = None,
     targets: Callable[[Record], Sequence[str]] | None = None,
     images_first: bool = False,
     system: str | None = None,
@@ -145,7 +150,8 @@ def prepare(
     """Prompt, pages and target ids of one record; a function of the record alone.
 
     `targets` gives the responses to train on (say, `own_response`); each is encoded and closed by
-    exactly one <|im_end|>. Without it `response_ids` is None.
+    exactly one <|im_end|>. Without it `response_ids` is None. `features` encodes the pages right away
+    where it can; their patches are not held then. Otherwise they are loaded here.
 
     Raises PageError for a page that cannot be used, and PromptTooLong or one of its kinds (refusals)
     for a record over `limits`; all name the record or its file.
@@ -154,7 +160,7 @@ def prepare(
         raise TooManyPages(record.id, len(record.images), limits.images)
     pages = tuple(cache.get(path, layout, budget, exif_transpose) for path in record.images)
     for what, limit, sizes in (
-        ("windows a page", limits.windows, [len(page.patches) for page in pages]),
+        ("windows a page", limits.windows, [len(page.mask) for page in pages]),
         ("tokens a page", limits.tokens, [len(page.merged_index) for page in pages]),
     ):
         if max(sizes, default=0) > limit:
@@ -181,7 +187,26 @@ def prepare(
             raise ResponseTooLong(record.id, longest, limits.response)
         if len(responses) > limits.group:
             raise TooManyPages(record.id, len(responses), limits.group, "responses")
-    return Prepared(record.id, prompt, pages, responses, record)
+    found = None if features is None else features.ahead(pages)
+    if found is None:
+        for page in pages:
+            if features is None or page not in features:
+                _ = page.patches
+    else:
+        pages = tuple(page.light() for page in pages)
+    return Prepared(record.id, prompt, pages, responses, record, found)
+
+
+def with_features(items: Sequence[Prepared], features: FeatureCache) -> list[Prepared]:
+    """The items with the features of their pages; those that lack them are answered together."""
+    lacking = [item for item in items if item.features is None]
+    found = iter(features.get([page for item in lacking for page in item.pages]))
+    return [
+        item
+        if item.features is not None
+        else dataclasses.replace(item, features=tuple(next(found) for _ in item.pages))
+        for item in items
+    ]
 
 
 def choose_bucket(items: Sequence[Prepared], buckets: Sequence[Bucket]) -> Bucket:
@@ -225,6 +250,7 @@ def make_group_batch(
     *,
     responses: Sequence[Sequence[Sequence[int]]] | None = None,
     layout: VisionLayout | None = None,
+    features: FeatureCache | None = None,
     prompts: int | None = None,
 ) -> GroupBatch:
     """Numpy arrays of the smallest bucket that holds all items.
@@ -237,6 +263,7 @@ def make_group_batch(
         buckets: the configured shapes.
         responses: sampled ids [items][G][any] in place of the items' `response_ids`.
         layout: gives the slot and patch sizes of a batch without any page.
+        features: the batch holds the pages' features from here, and no patches.
         prompts: take P from here and not from the bucket (the last rows are then empty).
     Raises: see `choose_bucket`; ValueError for an item without responses.
     """
@@ -246,8 +273,8 @@ def make_group_batch(
         if len(responses) != len(items):
             raise ValueError(f"{len(responses)} groups of responses for {len(items)} records")
         items = [
-            Prepared(i.id, i.prompt, i.pages, tuple(map(tuple, group)), i.record)
-            for i, group in zip(items, responses, strict=True)
+            dataclasses.replace(item, response_ids=tuple(map(tuple, group)))
+            for item, group in zip(items, responses, strict=True)
         ]
     bucket = choose_bucket(items, buckets)
     rows = bucket.prompts if prompts is None else prompts
@@ -261,8 +288,10 @@ def make_group_batch(
         for g, ids in enumerate(item.response_ids):
             tokens[p, g, : len(ids)] = ids
             lengths[p, g] = len(ids)
-    images = None
-    if bucket.images:
+    images = stacked = None
+    if bucket.images and features is not None:
+        stacked = _features(with_features(items, features), rows, bucket, features)
+    elif bucket.images:
         images = stack_pages(
             [*(item.pages for item in items), *[()] * (rows - len(items))],
             images=bucket.images,
@@ -270,7 +299,18 @@ def make_group_batch(
             tokens=bucket.tokens,
             layout=layout,
         )
-    return GroupBatch(_prompts(items, rows, bucket), images, tokens, lengths)
+    return GroupBatch(_prompts(items, rows, bucket), images, tokens, lengths, stacked)
+
+
+def _features(
+    items: Sequence[Prepared], rows: int, bucket: Bucket, features: FeatureCache
+) -> Float[np.ndarray, "P IM D"]:
+    """The items' features, zeros where there is no page or no token."""
+    out = np.zeros((rows, bucket.images, bucket.tokens, features.width), features.dtype)
+    for p, item in enumerate(items):
+        for i, one in enumerate(item.features):
+            out[p, i, : len(one)] = one
+    return out.reshape(rows, -1, features.width)
 
 
 def _prompts(items: Sequence[Prepared], rows: int, bucket: Bucket) -> PromptInputs:
@@ -289,11 +329,19 @@ def _prompts(items: Sequence[Prepared], rows: int, bucket: Bucket) -> PromptInpu
     )
 
 
-def empty_batch(bucket: Bucket, *, pad_id: int, layout: VisionLayout | None = None) -> GroupBatch:
+def empty_batch(
+    bucket: Bucket,
+    *,
+    pad_id: int,
+    layout: VisionLayout | None = None,
+    features: FeatureCache | None = None,
+) -> GroupBatch:
     """A batch of empty rows only: weight 0, for compiling and running a shape ahead of its data."""
     P, L, T = bucket.prompts, bucket.prompt_length, bucket.response_length
-    images = None
-    if bucket.images:
+    images = stacked = None
+    if bucket.images and features is not None:
+        stacked = _features([], P, bucket, features)
+    elif bucket.images:
         sizes = {"images": bucket.images, "windows": bucket.windows, "tokens": bucket.tokens}
         images = stack_pages([()] * P, layout=layout, **sizes)
     prompt = PromptInputs(
@@ -304,7 +352,7 @@ def empty_batch(bucket: Bucket, *, pad_id: int, layout: VisionLayout | None = No
         next_position=np.ones(P, np.int32),
     )
     tokens = np.full((P, bucket.group, T), pad_id, np.int32)
-    return GroupBatch(prompt, images, tokens, np.zeros((P, bucket.group), np.int32))
+    return GroupBatch(prompt, images, tokens, np.zeros((P, bucket.group), np.int32), stacked)
 
 
 def trained_tokens(batch: GroupBatch) -> int:

@@ -26,12 +26,14 @@ class GroupBatch(NamedTuple):
 
     prompt  a model.PromptInputs of P prompts;  images  page arrays [P, I, …] or None for text only
     tokens  Int[P, G, T] sampled ids;  lengths  Int[P, G], 0 for a padding row
+    features  of the images, where a frozen tower has computed them before; the tower is then not run
     """
 
     prompt: Any
     images: Any
     tokens: Int[Array, "P G T"]
     lengths: Int[Array, "P G"]
+    features: Float[Array, "P IM D"] | None = None
 
 
 def response_mask(lengths: Int[Array, "P G"], width: int) -> Float[Array, "P G T"]:
@@ -44,20 +46,24 @@ def score_responses(
     config: Qwen25VLConfig,
     batch: GroupBatch,
     *,
-    features: Float[Array, "P IM D"] | None = None,
     temperature: float | Float[Array, ""] = 1.0,
     train_vision: bool = False,
-    remat: bool = True,
+    remat: str = "full",
     chunk: int = 2048,
 ) -> TokenScores:
     """Log-prob and entropy of every response token, [P, G, T] float32 (padding positions included).
 
     logits are divided by the sampling temperature, so that on-policy ratios are 1 (EVisRAG spec 4.4).
-    With `train_vision` false no gradient reaches the tower, and none of it is kept for one. Image
-    features that are there already may be given instead of encoding `batch.images`.
+    With `train_vision` false no gradient reaches the tower, and none of it is kept for one. `remat`: see
+    `models.remat`.
     """
-    if features is None and batch.images is not None:
-        features = model.encode_images(params, config, batch.images, remat=train_vision and remat)
+    features = batch.features
+    if features is not None:
+        features = jax.lax.stop_gradient(features)
+    elif batch.images is not None:
+        features = model.encode_images(
+            params, config, batch.images, remat=remat if train_vision else "none"
+        )
         if not train_vision:
             features = jax.lax.stop_gradient(features)
     hidden, prefix = model.prefill(params, config, batch.prompt, features, remat=remat)
@@ -68,7 +74,7 @@ def score_responses(
         inputs = batch.tokens[:, :, :-1]
         positions = batch.prompt.next_position[:, None, None] + jnp.arange(T - 1)
         positions = jnp.broadcast_to(positions, inputs.shape)
-        later, _ = model.extend(
+        later = model.extend(
             params, config, inputs, positions, batch.prompt.lengths, prefix, remat=remat
         )
         states = jnp.concatenate([states, later], axis=2)

@@ -81,6 +81,7 @@ def fit(
     data: Data | None = None,
     validate: Validate | None = None,
     extras: dict[str, Any] | None = None,
+    counters: Callable[[], Metrics] | None = None,
     save_every: int = 100,
     log_every: int = 1,
     eval_every: int = 0,
@@ -107,6 +108,7 @@ def fit(
             `eval_every` and after the last. Runs without the transfer guard.
         extras: plain JSON facts that step_fn keeps between steps, changed in place (a controller's
             coefficient, counters). Saved and restored.
+        counters: further metrics of every row, about this process (caches, say).
         save_every, log_every, eval_every: in updates; 0 saves at the end only, never validates.
         best_metric: the validation metric that checkpoints are rated by.
         tensorboard, wandb: further places for metrics.
@@ -165,7 +167,8 @@ def fit(
                 if k % log_every == 0 or k == steps:
                     row = dict(jax.device_get(dict(device_metrics)))
                     row["time/step"] = time.perf_counter() - before
-                    metrics = writer.write(k, row | _more(data) | compiles.metrics())
+                    more = {} if counters is None else counters()
+                    metrics = writer.write(k, row | _more(data) | dict(more) | compiles.metrics())
                 bar.update(k, metrics)
                 if wants_eval and k % eval_every == 0:
                     check()

@@ -30,8 +30,10 @@ class PromptSource:
     image_root: folder that image paths are relative to, "" for the file's own.  template: a named
     template or a file.  system: replaces the chat layout's default system line where not "".
     images_first: pages before the text.  budget: a named pixel budget, "" for the model folder's.
-    exif_transpose: turn photos upright.  threads, ahead: preparation ahead of the step.  cache_mb:
-    prepared pages kept in memory, in MiB.
+    exif_transpose: turn photos upright.  threads, ahead: preparation ahead of the step, in records
+    (at least a batch).  cache_mb: prepared pages kept in memory, in MiB.  feature_cache_mb: features of a
+    frozen vision tower kept in memory, in MiB.  feature_cache_dir: a folder that keeps them for other
+    runs, "" for none.
     """
 
     path: str = ""
@@ -45,6 +47,13 @@ class PromptSource:
     threads: int = 2
     ahead: int = 16
     cache_mb: int = 1024
+    feature_cache_mb: int = 4096
+    feature_cache_dir: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("threads", "cache_mb", "feature_cache_mb"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"data.{name}={getattr(self, name)} must not be negative")
 
 
 @dataclass(frozen=True)

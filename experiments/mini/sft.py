@@ -233,7 +233,7 @@ def sft_loss(text, vision, config, batch):
     mask = response_mask(groups.lengths, groups.tokens.shape[2])
     mask = mask * batch["trained"]
     params = {"text": text, "vision": vision}
-    logp = score_responses(params, config, groups, remat=False).logp
+    logp = score_responses(params, config, groups, remat="none").logp
     return -jnp.sum(logp * mask) / jnp.maximum(jnp.sum(mask), 1)
 
 

@@ -51,7 +51,7 @@ def test_b68_a_second_run_asks_nothing(run, tiny_model, monkeypatch, capsys):
     def never(*_, **__):
         raise AssertionError("asked again")
 
-    monkeypatch.setattr(Engine, "_run", never)
+    monkeypatch.setattr(Engine, "_machine", never)
     same = command(tiny_model, run, "--config.data.questions=8")
     assert main(same) == 0
     assert "accuracy" in capsys.readouterr().out

@@ -18,7 +18,7 @@ from evisrag_jax.cli.session import (
 from evisrag_jax.data.miniworld.files import write_dataset
 from evisrag_jax.data.sources import read_records
 from evisrag_jax.pages.plan import BUDGETS
-from evisrag_jax.rollout.engine import measure
+from evisrag_jax.rollout.requests import measure
 from evisrag_jax.rollout.sampling import SamplingConfig
 
 MINI = Answering(template="mini", sampling=SamplingConfig(temperature=0.0, max_tokens=64))

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
 import warnings
 from collections import Counter
 
@@ -75,6 +76,24 @@ def test_threads_change_nothing():
         threaded = stream(read=ReadSettings(threads=threads, ahead=2 * threads))
         assert ids(take(threaded, 12)) == plain
         threaded.close()
+
+
+def test_threads_prepare_the_next_batches_while_this_one_is_used():
+    """After the first batch of 2, `ahead` = 5 more records are prepared without anybody asking."""
+    done, enough = [], threading.Event()
+
+    def prepare(record):
+        done.append(record.id)
+        if len(done) == 7:
+            enough.set()
+        return record.id
+
+    line = stream(prepare=prepare, read=ReadSettings(threads=2, ahead=5))
+    next(line)
+    assert enough.wait(30)
+    state = line.get_state()
+    assert state["next_index"] == 2, "the place is that of what was used"
+    line.close()
 
 
 @pytest.mark.parametrize("threads", [0, 2])

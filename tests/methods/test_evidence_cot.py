@@ -11,8 +11,11 @@ from evisrag_jax.methods.base import Method, MethodError, Prediction
 from evisrag_jax.methods.evidence_cot import EvidenceCoT
 from evisrag_jax.pages.plan import BUDGETS, PixelBudget
 from evisrag_jax.prompts.template import Template
-from evisrag_jax.rollout.engine import Completion, Engine
+from evisrag_jax.rollout.engine import Engine
+from evisrag_jax.rollout.requests import Completion
 from evisrag_jax.rollout.sampling import SamplingConfig
+from evisrag_jax.training import page_cache
+from evisrag_jax.training.page_cache import PageCache
 
 SHORT = SamplingConfig(temperature=0.0, max_tokens=8)
 BARE = Template("bare", "{question}")
@@ -120,17 +123,27 @@ def test_a_bad_record_is_named_or_recorded(make_engine, folder, changes, message
 def test_records_are_answered_in_chunks_and_a_page_is_read_once_a_chunk(
     make_engine, folder, monkeypatch
 ):
-    from evisrag_jax.methods import evidence_cot
-
     reads = []
-    load = evidence_cot.load_page
-    monkeypatch.setattr(evidence_cot, "load_page", lambda p, **k: reads.append(p) or load(p, **k))
+    load = page_cache.load_page
+    monkeypatch.setattr(page_cache, "load_page", lambda p, **k: reads.append(p) or load(p, **k))
     names = [f"r{i}" for i in range(5)]
     engine = Scripted(make_engine(), {n: n for n in names})
     method = EvidenceCoT(BARE, BUDGETS["mini"], sampling=SHORT, system="s", chunk=2)
     out = method([record(folder, n) for n in names], engine)
     assert [p.text for p in out] == names
     assert [len(requests) for requests, *_ in engine.calls] == [2, 2, 1] and len(reads) == 3
+
+
+def test_a_shared_cache_outlives_the_call(make_engine, folder, monkeypatch):
+    """Validation again and again reads a page once a run, and no longer holds its patches."""
+    reads = []
+    load = page_cache.load_page
+    monkeypatch.setattr(page_cache, "load_page", lambda p, **k: reads.append(p) or load(p, **k))
+    engine = Scripted(make_engine(), {"a": "A", "b": "B"})
+    method = EvidenceCoT(BARE, BUDGETS["mini"], sampling=SHORT, system="s", pages=PageCache())
+    for _ in range(2):
+        assert [p.text for p in method([record(folder, n) for n in "ab"], engine)] == ["A", "B"]
+    assert len(reads) == 1
 
 
 def test_bad_settings_are_refused():

@@ -3,7 +3,14 @@
 import numpy as np
 import pytest
 
-from evisrag_jax.reporting.timing import HEIGHT, MAX_BARS, scale_limit, time_chart, uncovered
+from evisrag_jax.reporting.timing import (
+    HEIGHT,
+    MAX_BARS,
+    scale_limit,
+    shares,
+    time_chart,
+    uncovered,
+)
 
 
 def row(step, name, start, end):
@@ -103,6 +110,39 @@ def test_rows_without_valid_times_are_counted():
         [row(1, "a", 0, 1), row(1, "b", None, 1), row("x", "c", 0, 1), row(1, "d", float("nan"), 1)]
     )
     assert chart.broken == 3 and time_chart([]) is None
+
+
+def test_overlapping_phases_are_counted_once():
+    """Host work yields to the device's; of two device phases the first to begin counts. The bar is as
+    long as the step, and what ran behind something else is said."""
+    spans = [
+        ("decode", 0.0, 4.0),
+        ("reward", 3.0, 6.0),
+        ("prepare", 5.0, 8.0),
+        ("update", 7.0, 9.0),
+    ]
+    assert shares(spans) == {"decode": 4.0, "reward": 2.0, "prepare": 1.0, "update": 2.0}
+    assert shares([("a", 0.0, 2.0), ("b", 1.0, 3.0)]) == {"a": 2.0, "b": 1.0}
+    assert shares([("a", 0.0, 9.0), ("b", 1.0, 3.0), ("a", 2.0, 4.0)]) == {"a": 9.0, "b": 0.0}
+    chart = time_chart([row(1, *span) for span in spans])
+    assert chart.total == 9.0
+    hidden = {p.name: p.hidden for p in chart.phases}
+    assert hidden == {"decode": 0, "reward": 1, "prepare": 2, "update": 0}
+
+
+def test_shares_equal_a_fine_grid():
+    """Random overlapping spans against counting grid cells, one by one."""
+    rng = np.random.default_rng(4)
+    names = ("decode", "update", "reward", "prepare")
+    starts = rng.integers(0, 50, 40)
+    spans = [(names[i % 4], float(s), float(s + rng.integers(0, 12))) for i, s in enumerate(starts)]
+    want = dict.fromkeys(names, 0)
+    for cell in np.arange(0.5, 70):
+        on = [span for span in spans if span[1] < cell < span[2]]
+        if on:
+            first = min(on, key=lambda s: (s[0] in ("reward", "prepare"), s[1], s[2], s[0]))
+            want[first[0]] += 1
+    assert shares(spans) == want
 
 
 def test_uncovered_time_of_overlapping_spans():

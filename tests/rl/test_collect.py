@@ -1,7 +1,9 @@
 """The single-turn environment around a scripted engine: what is sampled is judged, filtered and batched."""
 
 import dataclasses
+import threading
 
+import jax
 import numpy as np
 import pytest
 
@@ -25,8 +27,11 @@ from evisrag_jax.rl.config import RLConfig
 from evisrag_jax.rl.filter import FilterConfig
 from evisrag_jax.rl.losses import PolicyLossConfig
 from evisrag_jax.rl.scopes import encode_tags, scope_masks
-from evisrag_jax.rollout.engine import Completion, Engine
+from evisrag_jax.rollout.engine import Engine
+from evisrag_jax.rollout.requests import Completion
+from evisrag_jax.runtime.mesh import make_mesh
 from evisrag_jax.training.batching import Limits, prepare
+from evisrag_jax.training.feature_cache import FeatureCache
 from evisrag_jax.training.page_cache import PageCache
 from experiments.mini.tokenizer import build
 from tests.rl import tiny
@@ -88,11 +93,14 @@ class Script(Engine):
     def __init__(self, *rounds):
         self.layout, self.rounds, self.calls = LAYOUT, list(rounds), []
 
-    def generate(self, requests, sampling, *, group, seed, step, params):
+    def generate(self, requests, sampling, *, group, seed, step, params, on_group):
         self.calls.append({"ids": [r.id for r in requests], "step": step, "sampling": sampling})
         self.calls[-1] |= {"group": group, "seed": seed, "params": params}
+        self.calls[-1] |= {"features": [r.features for r in requests]}
         groups = self.rounds.pop(0)
         assert len(groups) == len(requests) and all(len(g) == group for g in groups)
+        for i in reversed(range(len(groups))):  # whoever is done first
+            on_group(i, groups[i])
         return groups
 
 
@@ -110,13 +118,13 @@ def config(mode="paper", **changes) -> RLConfig:
     return RLConfig(**(fields | changes))
 
 
-def collector(tok, item, rl, batches, *rounds):
+def collector(tok, item, rl, batches, *rounds, **more):
     """(collector, engine) over batches of records."""
     stream = iter([[Example(r, item(r), 0, 0) for r in batch] for batch in batches])
     engine = Script(*rounds)
     bucket = tiny.bucket(prompts=rl.prompts, group=rl.group, response_length=T)
     encode = lambda text: encode_plain(tok, text)  # noqa: E731
-    return Collector(engine, stream, rl, [bucket], encode, seed=7), engine
+    return Collector(engine, stream, rl, [bucket], encode, seed=7, **more), engine
 
 
 @pytest.fixture
@@ -226,7 +234,7 @@ def test_tries_fill_the_batch_and_the_surplus_goes(tok, item, records, groups, c
     assert [call["step"] for call in engine.calls] == [5000, 5001]
     want = score_response(records[0].response, gold_text(records[0]), 50, rl.reward)["format"]
     assert want == 1 and got.metrics["reward/format"] == pytest.approx((3 + 2 + 2 + 2) / 12)
-    assert got.valid.all() and set(got.times) == {"rollout", "reward"}
+    assert got.valid.all() and {name for name, *_ in got.spans} == {"reward", "prepare"}
 
 
 def test_a_partial_batch_has_empty_rows(tok, item, records, groups, constant):
@@ -268,6 +276,68 @@ def test_b49_groups_are_occurrences(tok, item, records, groups):
     other = again(None, 1)
     for name in ("rewards", "masks", "sampled", "valid"):
         np.testing.assert_array_equal(getattr(other, name), getattr(got, name)[order])
+
+
+def test_batch_arrays_are_placed_while_responses_are_judged(
+    tok, item, records, groups, monkeypatch
+):
+    """Judging waits here until the arrays are placed; a filter needs the rewards first."""
+    placed = threading.Event()
+
+    def put(batch):
+        placed.set()
+        return batch._replace(tokens=batch.tokens + 0)
+
+    waited = []
+
+    def slow(*args):
+        waited.append(placed.wait(30))
+        return score_response(*args)
+
+    monkeypatch.setattr("evisrag_jax.rl.collect.score_response", slow)
+    got = collector(tok, item, config(), [records[:2]], groups, put=put)[0](None, 1)
+    assert waited == [True] * 6
+    monkeypatch.undo()
+    want = collector(tok, item, config(), [records[:2]], groups)[0](None, 1)
+    for a, b in zip(jax.tree.leaves(got.groups), jax.tree.leaves(want.groups), strict=True):
+        np.testing.assert_array_equal(a, b)
+    np.testing.assert_array_equal(got.rewards, want.rewards)
+    spans = {name: (begin, end) for name, begin, end in got.spans[:2]}
+    assert spans["prepare"][0] < spans["reward"][1] and spans["reward"][0] < spans["prepare"][1]
+    placed.clear()
+    kept = config(filter=FilterConfig(rule="variance"))
+    seen = []
+    monkeypatch.setattr(
+        "evisrag_jax.rl.collect.score_response",
+        lambda *args: seen.append(placed.is_set()) or score_response(*args),
+    )
+    filtered = collector(tok, item, kept, [records[:2]], groups, put=put)[0](None, 1)
+    assert seen == [False] * 6 and placed.is_set()
+    np.testing.assert_array_equal(filtered.groups.tokens, want.groups.tokens)
+
+
+def test_a_frozen_towers_features_go_to_engine_and_update(tok, item, records, groups):
+    """No patches in the batch; each page is encoded once in two steps over the same records."""
+    model = tiny.tiny_config()
+    mesh = make_mesh(devices=jax.devices()[:1])
+    features = FeatureCache(model, LAYOUT, [(6, 20)], dtype="float32", mesh=mesh, max_bytes=2**20)
+    params = jax.tree.map(np.asarray, tiny.draw_params(model))
+    collect, engine = collector(
+        tok, item, config(), [records[:2]] * 2, groups, groups, features=features
+    )
+    first, second = collect(params, 1), collect(params, 2)
+    pages = [item(record).pages for record in records[:2]]
+    want = [features.get(some) for some in pages]
+    count = sum(map(len, pages))
+    assert (features.misses, features.hits) == (count, 2 * count)
+    for step, call in zip((first, second), engine.calls, strict=True):
+        assert step.groups.images is None
+        rows = step.groups.features.reshape(2, 3, 20, -1)
+        for p, some in enumerate(want):
+            for i, one in enumerate(some):
+                np.testing.assert_array_equal(call["features"][p][i], one)
+                np.testing.assert_array_equal(rows[p, i, : len(one)], one)
+    assert "encode" in {name for name, *_ in first.spans}
 
 
 def test_found_tags_are_logged_as_rates(tok, item, records, groups, complete):

@@ -1,7 +1,11 @@
 """Whole RL runs on a tiny model: files, exact resume, slices and devices, the sampler's gap, export."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +30,17 @@ from evisrag_jax.training.state import flatten, state_shardings, to_checkpoint
 from tests.rl.tiny import code_config, few_devices, run_config, write_model  # noqa: F401  (a fixture)
 
 # Groups whose mean reward is low are dropped, and a second rollout fills the batch.
-FILTERED = code_config(filter=FilterConfig(low=-0.45), tries=2)
-WALL_CLOCK = ("time", "compile")
+FILTERED = code_config(filter=FilterConfig(low=-0.7), tries=2)
+# Facts of a process, which a resumed run does not share: clock, compiles, what its caches found.
+PROCESS = ("time", "compile", "cache")
+AGAIN = """
+import json, sys
+from evisrag_jax.rl.run import train
+from tests.rl import tiny
+model, data, out, features = sys.argv[1:]
+source = {"feature_cache_dir": features, "threads": 2}
+train(tiny.run_config(model, data, steps=2, data=source, export=False), out)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +88,7 @@ def straight(model, data, guarded, tmp_path_factory):
 def metrics(folder):
     """Rows without wall-clock fields and compile counts."""
     rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [{k: v for k, v in row.items() if not k.startswith(WALL_CLOCK)} for row in rows]
+    return [{k: v for k, v in row.items() if not k.startswith(PROCESS)} for row in rows]
 
 
 def saved_state(folder, config, step=None):
@@ -102,7 +115,7 @@ def test_a_run_folder_holds_everything(straight, model, data):
     assert any(spread) and all(len(row["samples"]) == 4 for row in rows)
     assert len(rows) == metrics(out)[0]["filter/kept"]
     phases = {json.loads(line)["name"] for line in (out / "timeline.jsonl").open()}
-    assert {"collect", "prepare", "rollouts", "update"} <= phases
+    assert {"prefill", "decode", "reward", "prepare", "update", "write"} <= phases
     rejected = [json.loads(line) for line in (out / "rejected.jsonl").open()]
     assert {(r["id"], r["stage"]) for r in rejected} == {
         ("train-0-000003", "read"),
@@ -128,7 +141,39 @@ def test_metrics_have_the_agreed_names(straight):
         assert row["loss/grad_norm"] > 0
     assert any(row["filter/rounds"] == 2 for row in rows), "the filter is put to work"
     timed = json.loads((straight[0] / "metrics.jsonl").open().readline())
-    assert {"time/rollout", "time/reward", "time/step", "compile/count"} <= timed.keys()
+    phases = ("prefill", "decode", "reward", "prepare", "update", "idle")
+    assert {*(f"time/{p}" for p in phases), "time/step", "compile/seconds"} <= timed.keys()
+    assert 0 <= timed["time/idle"] <= timed["time/step"] >= timed["time/update"] > 0
+
+
+def test_each_page_is_prepared_and_encoded_once_a_run(straight):
+    """24 pages of the eight good records and the cut one's; later steps only find them."""
+    rows = map(json.loads, (straight[0] / "metrics.jsonl").read_text().splitlines())
+    last = list(rows)[-1]
+    assert last["cache/page_misses"] <= 25 and last["cache/feature_misses"] <= 24
+    assert last["cache/feature_hits"] > 0 and last["cache/page_hits"] > 0
+    assert 0 < last["cache/feature_mib"] <= 24 * 20 * 32 * 4 / 2**20
+
+
+def test_b80_a_second_process_compiles_nothing(model, data, tmp_path):
+    """The same command again beside the persistent cache: every program is loaded, steps 2 … n make none
+    ready, features come from the disk, and all numbers are those of the first process, bitwise."""
+    flags = os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=1")
+    env = {**os.environ, "XLA_FLAGS": flags, "PYTHONPATH": str(Path(__file__).parents[2])}
+    rows = []
+    for name in "ab":
+        args = [model, data, tmp_path / name, tmp_path / "features"]
+        command = [sys.executable, "-c", AGAIN, *map(str, args)]
+        done = subprocess.run(command, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        rows.append([json.loads(line) for line in lines])
+    first, second = rows
+    for row in second:
+        assert row["compile/count"] == row["compile/cached"] == second[0]["compile/count"] > 0
+        assert row["cache/feature_misses"] == 0 < row["cache/feature_disk_hits"]
+    assert first[-1]["cache/feature_misses"] > 0 == first[-1]["cache/feature_disk_hits"]
+    assert metrics(tmp_path / "a") == metrics(tmp_path / "b")
 
 
 def test_the_second_step_compiles_nothing_and_transfers_are_explicit(straight, guarded):
@@ -141,9 +186,10 @@ def test_a_run_that_was_killed_ends_like_one_that_was_not(
     straight, model, data, tmp_path, monkeypatch
 ):
     """B73, B74 with dropped groups: 4 steps straight == 2, death in step 3, and 2 more in a fresh run
-    object: parameters, moments, data position, metrics, rollouts, rejected rows and exported weights,
-    all bitwise."""
+    object, with threads and without features in memory: parameters, moments, data position, metrics,
+    rollouts, rejected rows and exported weights, all bitwise."""
     config = run_config(model, data, rl=FILTERED)
+    other = run_config(model, data, rl=FILTERED, data={"threads": 2, "feature_cache_mb": 0})
     call = Collector.__call__
 
     def dying(self, params, step):
@@ -155,7 +201,7 @@ def test_a_run_that_was_killed_ends_like_one_that_was_not(
     with pytest.raises(RuntimeError, match="killed"):
         train(config, tmp_path)
     monkeypatch.setattr(Collector, "__call__", call)
-    resumed = train(config, tmp_path)
+    resumed = train(other, tmp_path)
     folders = (straight[0], tmp_path)
     assert metrics(tmp_path) == metrics(straight[0])
     a, b = (saved_state(folder, config) for folder in folders)
@@ -195,12 +241,14 @@ def test_another_config_is_refused(straight, model, data):
     assert (straight[0] / "metrics.jsonl").read_bytes() == before
 
 
-@pytest.mark.parametrize(("micro", "devices"), [(1, 1), (0, 4)])
-def test_slices_and_devices_do_not_matter(straight, model, data, tmp_path, micro, devices):
-    """Two steps with one prompt a slice, or on four devices: the same responses and rewards, losses
-    1e-5, parameters after them 1e-5 relative."""
+@pytest.mark.parametrize(("micro", "devices", "slots"), [(1, 1, 3), (0, 4, 0)])
+def test_slices_slots_and_devices_do_not_matter(
+    straight, model, data, tmp_path, micro, devices, slots
+):
+    """Two steps with one prompt a slice and three responses at a time, or on four devices: the same
+    responses and rewards, losses 1e-5, parameters after them 1e-5 relative."""
     rl = code_config(filter=FILTERED.filter, tries=2, micro=micro)
-    config = run_config(model, data, rl=rl, steps=2, devices=devices)
+    config = run_config(model, data, rl=rl, steps=2, devices=devices, slots=slots)
     train(config, tmp_path)
     for got, want in zip(metrics(tmp_path), metrics(straight[0]), strict=False):
         exact = [n for n in want if n.split("/")[0] in ("reward", "filter", "scope", "data")]
@@ -259,6 +307,7 @@ def test_b51_sampler_and_trainer_agree(model, data, tmp_path, temperature):
         ({"data": {"template": "none.txt"}}, r"data\.template: template 'none\.txt': no such file"),
         ({"data": {"budget": "huge"}}, r"data\.budget: unknown pixel budget 'huge'"),
         ({"data": {"path": ""}}, r"model\.path and data\.path are needed"),
+        ({"devices": 2, "slots": 3}, r"slots: slots=3 must be a positive multiple of 2 devices"),
     ],
 )
 def test_wrong_settings_are_named(model, data, tmp_path, changes, message):

@@ -17,15 +17,15 @@ def need(name="r", images=1, windows=4, tokens=16, length=50, response=32):
 
 def test_the_largest_comes_first_and_the_cheapest_that_fits_is_chosen():
     assert TABLE.buckets == (LARGE, SMALL, TEXT)
-    assert TABLE.choose([need(images=0, windows=0, tokens=0)]) == TEXT
-    assert TABLE.choose([need()]) == SMALL
-    assert TABLE.choose([need(), need(length=65)]) == LARGE
+    assert TABLE.classes([need(images=0, windows=0, tokens=0)])[0][0] == TEXT
+    assert TABLE.classes([need()])[0][0] == SMALL
+    assert TABLE.classes([need(), need(length=65)])[0][0] == LARGE
     assert (TABLE.max_length, TABLE.max_response) == (256, 32)
 
 
 def test_every_limit_is_inclusive():
     exact = need(images=3, windows=9, tokens=36, length=256)
-    assert TABLE.choose([exact]) == LARGE
+    assert TABLE.classes([exact])[0][0] == LARGE
 
 
 @pytest.mark.parametrize(
@@ -34,26 +34,22 @@ def test_every_limit_is_inclusive():
 )
 def test_a_request_over_a_limit_is_refused_by_name_size_and_numbers(size, over):
     with pytest.raises(RequestTooLarge, match=f"page-7.*{over}.*{over - 1}") as caught:
-        TABLE.split([need("fine"), need("page-7", **{size: over})])
+        TABLE.classes([need("fine"), need("page-7", **{size: over})])
     assert (caught.value.name, caught.value.size) == ("page-7", size)
     assert (caught.value.needed, caught.value.limit) == (over, over - 1)
 
 
-def test_split_covers_every_request_once_largest_first_and_fills_free_rows():
+def test_classes_cover_every_request_once_largest_bucket_and_longest_prompt_first():
     needs = [need(f"s{i}", length=20 + i) for i in range(6)] + [need("l", length=200)]
-    batches = TABLE.split(needs)
-    assert sorted(i for _, rows in batches for i in rows) == list(range(7))
-    assert [bucket for bucket, _ in batches] == [LARGE, SMALL]
-    # The large request leads; the longest small ones ride in its free rows.
-    assert [rows for _, rows in batches] == [[6, 5, 4, 3], [2, 1, 0]]
-    for bucket, rows in batches:
-        assert all(bucket.lacks(needs[i]) is None for i in rows) and len(rows) <= bucket.prompts
+    classes = TABLE.classes(needs)
+    assert classes == [(LARGE, [6]), (SMALL, [5, 4, 3, 2, 1, 0])]
 
 
-def test_a_short_last_batch_takes_the_variant_with_fewer_rows():
+def test_few_requests_take_the_variant_with_fewer_rows():
     table = bucket_table(prompts=(1, 4), pages=[(1, 4, 16)], lengths=(64,), responses=(32,))
-    batches = table.split([need(f"r{i}") for i in range(5)])
-    assert [(b.prompts, len(rows)) for b, rows in batches] == [(4, 4), (1, 1)]
+    for count, rows in ((1, 1), (2, 4), (4, 4), (5, 4)):
+        ((bucket, indices),) = table.classes([need(f"r{i}") for i in range(count)])
+        assert (bucket.prompts, len(indices)) == (rows, count)
 
 
 def test_b80_200_mixed_requests_use_no_more_shapes_than_the_table_has():
@@ -67,7 +63,7 @@ def test_b80_200_mixed_requests_use_no_more_shapes_than_the_table_has():
         images = int(rng.integers(1, 6))
         length = min(512, images * tokens + int(rng.integers(10, 60)))
         needs.append(need(f"r{i}", images, -(-tokens // 4), tokens, length, 64))
-    first, second = table.split(needs), table.split(needs)
+    first, second = table.classes(needs), table.classes(needs)
     assert first == second
     assert len({bucket for bucket, _ in first}) <= len(table.buckets) == 4
     assert sum(len(rows) for _, rows in first) == 200

@@ -10,10 +10,10 @@ import pytest
 from evisrag_jax.models.qwen25vl.text import KV
 from evisrag_jax.rollout import generate
 from evisrag_jax.rollout.buckets import BucketTable, RequestTooLarge
-from evisrag_jax.rollout.engine import Engine, Request, longest_run, unsampled_ids
-from evisrag_jax.rollout.sampling import SamplingConfig, stack_controls
-from evisrag_jax.runtime.mesh import batch_sharding, make_mesh, replicated
-from evisrag_jax.runtime.prng import sample_keys
+from evisrag_jax.rollout.engine import Engine, unsampled_ids
+from evisrag_jax.rollout.requests import Request, longest_run
+from evisrag_jax.rollout.sampling import SamplingConfig
+from evisrag_jax.runtime.mesh import make_mesh
 
 VOCAB = 272
 
@@ -31,26 +31,35 @@ class Markov:
         return jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
 
     @staticmethod
-    def extend(params, config, tokens, positions, lengths, prefix, suffix, offset):
+    def compute_dtype(params):
+        return jnp.float32
+
+    @staticmethod
+    def decode_params(params, config, fuse):
+        return params
+
+    @staticmethod
+    def decode_step(params, config, tokens, positions, count, seats, lengths, prefix, suffix):
         return tokens[..., None].astype(jnp.float32), suffix
 
     @staticmethod
-    def logits(params, config, hidden):
+    def decode_logits(params, hidden):
         return params["table"][hidden[..., 0].astype(jnp.int32)]
 
     @staticmethod
-    def empty_suffix(config, prompts, group, slots, dtype):
-        zeros = (jnp.zeros((prompts, group, slots, 1, 1), dtype),)
-        return KV(zeros, zeros)
+    def resident_kv(kv):
+        return KV(*(tuple(a.transpose(0, 1, 3, 2, 4)) for a in kv))
 
     @staticmethod
-    def unstack_layers(params):
-        return params
+    def empty_kv(config, rows, length, dtype):
+        zeros = (jnp.zeros((rows, 1, length, 1), dtype),)
+        return KV(zeros, zeros)
 
 
 @dataclasses.dataclass(frozen=True)
 class Text:
     vocab: int = VOCAB
+    width: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +100,19 @@ def run(tok, special, bucket, ask):
     return call
 
 
+PROGRAMS = tuple(
+    getattr(generate, name)
+    for name in (
+        "prepare",
+        "empty_pool",
+        "prefill",
+        "empty_slots",
+        "admit",
+        "shrink",
+        "decode",
+        "results",
+    )
+)
 NEWLINE = "Ċ"  # the byte-level spelling of the chat layout's last token
 
 
@@ -211,72 +233,23 @@ def test_warm_up_compiles_every_bucket_so_that_generating_compiles_nothing(tok, 
     engine = Engine(
         chain(tok, NEWLINE), Config(), tok, table, model=Markov, stop_ids=(256, 258), banned_ids=()
     )
-    programs = (generate.prefill, generate.start, generate.decode)
-    assert engine.warm_up() == 2
-    sizes = [program._cache_size() for program in programs]
-    engine.generate([ask("r", "hi"), ask("s", "x" * 30)], SamplingConfig(max_tokens=5))
-    assert [program._cache_size() for program in programs] == sizes
+    assert engine.warm_up(group=20) == 2
+    sizes = [program._cache_size() for program in PROGRAMS]
+    requests = [ask(f"r{i}", "hi" if i % 2 else "x" * 30) for i in range(6)]
+    settings = [SamplingConfig(max_tokens=4 + 3 * i) for i in range(6)]
+    engine.generate(requests, settings, group=20)
+    assert [program._cache_size() for program in PROGRAMS] == sizes
 
 
-def device_inputs(tok, P, G, L, T, mesh=None):
-    """Arguments of the device programs for P equal prompts of L tokens that end in a newline."""
-    from evisrag_jax.prompts.chat import PromptArrays
-
-    tokens = np.full((P, L), tok.backend_tokenizer.token_to_id(NEWLINE), np.int32)
-    prompt = PromptArrays(
-        tokens=tokens,
-        positions=np.zeros((P, 3, L), np.int32),
-        lengths=np.full(P, L, np.int32),
-        image_index=np.full((P, L), -1, np.int32),
-        next_position=np.full(P, L, np.int32),
-    )
-    rows = generate.Rows(
-        controls=stack_controls([SamplingConfig()] * P),
-        max_tokens=np.full(P, T, np.int32),
-        stop_ids=np.full((P, 1), 258, np.int32),
-        valid=np.ones(P, bool),
-    )
-    keys = sample_keys(1, 1, [f"p{i}" for i in range(P)], G)
-    arrays = prompt, rows, keys
-    if mesh is not None:
-        arrays = jax.device_put(arrays, batch_sharding(mesh))
-    return jax.tree.map(jnp.asarray, arrays)
-
-
-def test_decoding_in_two_calls_equals_one(tok):
-    """`until` stops early; the state goes on from there with the same tokens."""
-    program = (Markov, Config(), {"table": jnp.zeros((VOCAB, VOCAB))})
-    prompt, rows, keys = device_inputs(tok, P=2, G=3, L=5, T=8)
-    prefix = generate.prefill(*program, prompt, None)
-    pad, banned = jnp.int32(0), jnp.zeros(VOCAB, bool)
-    results = []
-    for stops in ((8,), (3, 8)):
-        state = generate.start(
-            *program[:2], prefix.hidden, prefix.seen, rows.valid, keys, pad,
-            slots=8, dtype=jnp.float32,
-        )  # fmt: skip
-        for stop in stops:
-            state = generate.decode(*program, prefix, rows, banned, pad, state, jnp.int32(stop))
-            assert int(state.count) <= stop
-        results.append((np.asarray(state.tokens), np.asarray(state.logp)))
-    np.testing.assert_array_equal(results[0][0], results[1][0])
-    np.testing.assert_array_equal(results[0][1], results[1][1])
-    assert len(np.unique(results[0][0])) > 8
-
-
-def test_a_mesh_splits_caches_over_prompts(tok):
-    """The response cache of 4 prompts on 2 devices: two prompts a device, never a whole copy."""
+def test_a_mesh_splits_caches_over_prompts():
+    """Two shards of two prompts and four slots: a device holds its half, never a whole copy."""
     mesh = make_mesh(data=2, fsdp=1, tensor=1, devices=jax.devices()[:2])
-    params = jax.device_put({"table": np.zeros((VOCAB, VOCAB), np.float32)}, replicated(mesh))
-    prompt, rows, keys = device_inputs(tok, P=4, G=2, L=5, T=8, mesh=mesh)
-    prefix = generate.prefill(Markov, Config(), params, prompt, None, mesh)
-    pad = jax.device_put(np.int32(0), replicated(mesh))
-    state = generate.start(
-        Markov, Config(), prefix.hidden, prefix.seen, rows.valid, keys, pad,
-        slots=8, dtype=jnp.float32, mesh=mesh,
-    )  # fmt: skip
-    for array in (*state.suffix.k, *prefix.kv.k, state.seen, state.hidden):
-        assert {s.data.shape[0] for s in array.addressable_shards} == {2}
+    pool = generate.empty_pool(
+        Markov, Config(), shards=2, rows=2, length=5, vocab=VOCAB, dtype=jnp.float32, mesh=mesh
+    )
+    slots = generate.empty_slots(Markov, Config(), pool, slots=4, response=8, mesh=mesh)
+    for array in jax.tree.leaves((pool, slots)):
+        assert {s.data.shape[0] for s in array.addressable_shards} == {1}
 
 
 def test_buckets_must_divide_over_the_mesh(make_engine):

@@ -1,5 +1,7 @@
 """The engine on a real (tiny, random) Qwen2.5-VL against re-forwarding and against transformers."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,22 @@ from evisrag_jax.pages.patches import reading_order_patches, stack_pages
 from evisrag_jax.prompts.chat import batch_prompts
 from evisrag_jax.rollout import generate
 from evisrag_jax.rollout.sampling import SamplingConfig
+from evisrag_jax.training.page_cache import CachedPage
 
+PROGRAMS = tuple(
+    getattr(generate, name)
+    for name in (
+        "prepare",
+        "encode",
+        "empty_pool",
+        "prefill",
+        "empty_slots",
+        "admit",
+        "shrink",
+        "decode",
+        "results",
+    )
+)
 GREEDY = SamplingConfig(temperature=0.0, max_tokens=32)
 forward = jax.jit(qwen.prefill, static_argnums=1)
 head = jax.jit(qwen.logits, static_argnums=1)
@@ -80,10 +97,10 @@ def test_b22_a_second_prompt_on_the_same_program_starts_afresh(make_engine, requ
     settings = SamplingConfig(temperature=0.0, max_tokens=16)
     engine = make_engine(prompts=1, response=16)
     engine.generate(requests[:1], settings, step=1)
-    size = generate.decode._cache_size(), generate.start._cache_size()
+    size = [program._cache_size() for program in PROGRAMS]
     second = engine.generate(requests[2:3], settings, step=2)
-    assert (generate.decode._cache_size(), generate.start._cache_size()) == size
-    for program in (generate.encode, generate.prefill, generate.start, generate.decode):
+    assert [program._cache_size() for program in PROGRAMS] == size
+    for program in PROGRAMS:
         program.clear_cache()
     assert ids(make_engine(prompts=1, response=16).generate(requests[2:3], settings)) == ids(second)
 
@@ -98,8 +115,9 @@ def test_b23_padding_on_the_right_changes_nothing(make_engine, requests, params,
     for pads in (0, 7, 50):
         arrays = batch_prompts([request.prompt], length=size + pads, tokens_per_image=9)
         arrays = jax.tree.map(jnp.asarray, arrays)
-        prefix = generate.prefill(qwen, config, params, arrays, features)
-        logits.append(np.asarray(head(params, config, prefix.hidden)))
+        hidden, _ = forward(params, config, arrays, features)
+        last = qwen.last_hidden(hidden, arrays.lengths)
+        logits.append(np.asarray(head(params, config, last)))
         engine = make_engine(prompts=1, length=size + pads, response=16)
         tokens.append(ids(engine.generate([request], settings)))
     assert max(np.abs(a - logits[0]).max() for a in logits[1:]) < 1e-4
@@ -107,8 +125,6 @@ def test_b23_padding_on_the_right_changes_nothing(make_engine, requests, params,
 
 
 def test_b23_a_prompt_padded_on_the_left_is_refused_by_name(engine, ask, special):
-    import dataclasses
-
     good = ask("padded", "hi").prompt
     n = len(good.ids) + 2
     bad = dataclasses.replace(
@@ -189,16 +205,64 @@ def test_samples_do_not_depend_on_batch_place_or_group_size(engine, make_engine,
 
 def test_nothing_recompiles_across_steps_and_no_transfer_is_implicit(engine, requests):
     """A table of one bucket is one program a function, whatever the settings, seed, step and number of requests."""
-    programs = (generate.encode, generate.prefill, generate.start, generate.decode)
     engine.generate(requests, SamplingConfig(max_tokens=4), group=2)
-    sizes = [program._cache_size() for program in programs]
+    sizes = [program._cache_size() for program in PROGRAMS]
     with jax.transfer_guard("disallow"):
         for step in range(3):
             settings = SamplingConfig(
                 temperature=0.5 * step, top_p=0.9, max_tokens=4 + step, repetition_penalty=1.1
             )
             engine.generate(requests[: step + 1], settings, group=2, seed=step, step=step)
-    assert [program._cache_size() for program in programs] == sizes
+    assert [program._cache_size() for program in PROGRAMS] == sizes
+
+
+@pytest.mark.parametrize("slots", [2, 3, 8, 16])
+def test_the_schedule_changes_no_token(engine, make_engine, requests, slots):
+    """2, 3, 8 and 16 slots over one resident prompt or four, in order or shuffled, with responses of
+    many lengths: the same ids as with a slot for each, and log-probs within 1e-5."""
+    settings = [SamplingConfig(max_tokens=n, top_p=0.95) for n in (12, 3, 7, 12)]
+    base = engine.generate(requests, settings, group=4, seed=5, step=2)
+    assert len({c.length for group in base for c in group}) > 2
+    few = make_engine(slots=slots, prompts=1 if slots < 8 else 4)
+    order = [2, 0, 3, 1]
+    seen = []
+    shuffled = few.generate(
+        [requests[i] for i in order],
+        [settings[i] for i in order],
+        group=4,
+        seed=5,
+        step=2,
+        on_group=lambda i, done: seen.append((i, done)),
+    )
+    assert sorted(i for i, _ in seen) == [0, 1, 2, 3], "each group once"
+    assert all(done == shuffled[i] for i, done in seen)
+    for i, got in zip(order, shuffled, strict=True):
+        for x, y in zip(got, base[i], strict=True):
+            assert x.ids.tolist() == y.ids.tolist() and x.finish == y.finish
+            np.testing.assert_allclose(x.logp, y.logp, atol=1e-5)
+
+
+def test_given_features_take_the_place_of_the_tower(engine, requests, params, config):
+    """Features computed beforehand: the same tokens, the tower's program is not run, and no patches are
+    read; nor for a text prompt by itself."""
+    given = []
+    for request in requests:
+        features = []
+        for page in request.pages:
+            images = stack_pages([[page]], images=1, windows=4, tokens=9)
+            found = np.asarray(encode(params, config, images))[0]
+            features.append(found[: len(page.merged_index)])
+        light = tuple(CachedPage(page, lambda: pytest.fail("read")) for page in request.pages)
+        given.append(dataclasses.replace(request, pages=light, features=tuple(features)))
+    base = engine.generate(requests, GREEDY)
+    assert engine.times["encode"] > 0
+    assert ids(engine.generate(given, GREEDY)) == ids(base)
+    assert engine.times["encode"] == 0
+    text = next(i for i, request in enumerate(given) if not request.pages)
+    assert ids(engine.generate([given[text]], GREEDY)) == ids([base[text]])
+    assert engine.times["encode"] == 0
+    with pytest.raises(ValueError, match="its features have"):
+        engine.generate([dataclasses.replace(given[0], features=given[0].features[:-1])], GREEDY)
 
 
 def test_a_bfloat16_model_runs(make_engine, requests, params):

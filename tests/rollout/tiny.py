@@ -113,7 +113,7 @@ def page(layout):
 def ask(tok):
     """ask(id, text, pages) → a request with the tokenizer's chat layout."""
     from evisrag_jax.prompts.chat import build_prompt
-    from evisrag_jax.rollout.engine import Request
+    from evisrag_jax.rollout.requests import Request
 
     def make(name, text, pages=()):
         prompt = build_prompt(tok, text, [p.grid for p in pages], system="s", name=name)

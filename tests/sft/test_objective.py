@@ -32,7 +32,7 @@ def start(loaded, optim=ALL, devices=1):
     return place(jax.tree.map(jnp.array, state), shardings), mesh, shardings
 
 
-def gradient(loaded, batch, *, optim=ALL, micro=4, devices=1, remat=False):
+def gradient(loaded, batch, *, optim=ALL, micro=4, devices=1, remat="none"):
     """Gradients (by path), mean loss and weight."""
     state, mesh, shardings = start(loaded, optim, devices)
     settings = UpdateConfig(optim=optim, micro=micro, remat=remat, chunk=64)
@@ -90,7 +90,7 @@ def test_loss_and_gradients_equal_torch(loaded, grouped, expected):
     """Groups against the repeated path of transformers' model: loss 1e-5, every tensor's gradient
     1e-4 relative, the tower's included; two responses of one prompt share it exactly."""
     loss, weight, grads = expected
-    got, value, tokens = gradient(loaded, make_group_batch(grouped, [BUCKET]), remat=True)
+    got, value, tokens = gradient(loaded, make_group_batch(grouped, [BUCKET]), remat="full")
     assert tokens == weight == 10 + 14 + 20 + 30 + 40
     assert value == pytest.approx(loss, rel=1e-5)
     assert got.keys() == grads.keys()
@@ -144,7 +144,7 @@ def test_empty_rows_change_nothing_on_eight_devices(loaded, grouped, base):
 def test_text_rows_give_the_tower_exactly_no_gradient(loaded, make_item):
     """B18: only text rows in a bucket with image slots, the tower trainable."""
     rows = [make_item(make_record(f"t{i}", 12, seed=i)) for i in range(4)]
-    grads, loss, weight = gradient(loaded, make_group_batch(rows, [BUCKET]), remat=True)
+    grads, loss, weight = gradient(loaded, make_group_batch(rows, [BUCKET]), remat="full")
     assert np.isfinite(loss) and weight == 48
     for path, value in grads.items():
         assert np.all(np.isfinite(value)) and np.any(value) == path.startswith("text/"), path
@@ -154,7 +154,7 @@ def test_nothing_to_train_on_is_no_update(loaded, items):
     """B29, B52: loss 0, no NaN, the state bitwise as before, counters included; a normal step after
     it equals that step alone."""
     state, mesh, shardings = start(loaded, FROZEN)
-    settings = UpdateConfig(optim=FROZEN, micro=4, remat=False, chunk=64)
+    settings = UpdateConfig(optim=FROZEN, micro=4, remat="none", chunk=64)
     update = compile_update(loaded[1], settings, mesh, shardings)
     before = jax.device_get(state)
     batch = put_batch(make_group_batch(items, [BUCKET]), mesh)

@@ -50,10 +50,14 @@ def one_device(monkeypatch):
 
 
 def metrics(folder):
-    """Rows without wall-clock fields and compile counts."""
+    """Rows without what is a fact of the process: clock, compiles, caches."""
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [
-        {k: v for k, v in json.loads(line).items() if not k.startswith(("time", "compile"))}
+        {
+            k: v
+            for k, v in json.loads(line).items()
+            if not k.startswith(("time", "compile", "cache"))
+        }
         for line in lines
     ]
 
@@ -68,9 +72,13 @@ def saved_state(folder, config):
 def test_run_that_was_killed_ends_like_one_that_was_not(
     folder, reference, rows, tmp_path, monkeypatch
 ):
-    """4 steps straight == 2, death in step 3, and 2 more: parameters, moments, data position, metric
-    rows and exported weights, all bitwise (B73 and B74 for SFT)."""
+    """4 steps straight == 2, death in step 3, and 2 more with threads and without features in memory:
+    parameters, moments, data position, metric rows and exported weights, all bitwise (B73 and B74 for
+    SFT)."""
     config = make_config(folder, rows, export_dtype="float32")
+    other = make_config(
+        folder, rows, export_dtype="float32", data={"threads": 2, "feature_cache_mb": 0}
+    )
     straight = train(config, tmp_path / "a")
 
     step = SFTRun.step
@@ -84,7 +92,7 @@ def test_run_that_was_killed_ends_like_one_that_was_not(
     with pytest.raises(RuntimeError, match="killed"):
         train(config, tmp_path / "b")
     monkeypatch.setattr(SFTRun, "step", step)
-    resumed = train(config, tmp_path / "b")
+    resumed = train(other, tmp_path / "b")
 
     a, b = (saved_state(tmp_path / name, config) for name in "ab")
     assert a.step == b.step == 4 and a.extra == b.extra
@@ -96,6 +104,29 @@ def test_run_that_was_killed_ends_like_one_that_was_not(
     assert {k: v for k, v in straight.items() if k not in timing} == {
         k: v for k, v in resumed.items() if k not in timing
     }
+
+
+def test_a_frozen_tower_encodes_a_page_once_a_run(folder, reference, rows, tmp_path):
+    """Two pages in all: two features, whatever the number of steps; phases of each step are timed. With
+    the tower trained there is no cache, and it moves; losses of the first step agree (1e-5)."""
+    train(make_config(folder, rows, export=False), tmp_path / "frozen")
+    lines = (tmp_path / "frozen" / "metrics.jsonl").read_text().splitlines()
+    frozen = [json.loads(line) for line in lines]
+    assert [row["cache/feature_misses"] for row in frozen] == [2.0] * 4
+    assert frozen[-1]["cache/page_misses"] == 2 and frozen[-1]["cache/feature_hits"] > 8
+    names = {json.loads(line)["name"] for line in (tmp_path / "frozen" / "timeline.jsonl").open()}
+    assert {"prepare", "update"} <= names and "time/idle" in frozen[0]
+    optim = OptimConfig(learning_rate=1e-3, warmup_steps=3, freeze="")
+    config = make_config(folder, rows, optim=optim, export=False)
+    train(config, tmp_path / "trained")
+    lines = (tmp_path / "trained" / "metrics.jsonl").read_text().splitlines()
+    trained = [json.loads(line) for line in lines]
+    assert not any(name.startswith("cache/feature") for name in trained[0])
+    assert trained[0]["loss/total"] == pytest.approx(frozen[0]["loss/total"], rel=1e-5)
+    after = flatten(saved_state(tmp_path / "trained", config).state["params"])
+    before = flatten(load_params(folder)[0])
+    moved = [path for path in before if not np.array_equal(after[path], before[path])]
+    assert any(path.startswith("vision/") for path in moved)
 
 
 def test_run_of_another_config_is_refused(folder, reference, rows, tmp_path):

@@ -118,7 +118,7 @@ def make_config(model: Path, path: Path, **changes) -> SFTConfig:
         "steps": 4,
         "optim": OptimConfig(learning_rate=1e-3, warmup_steps=3),
         "mesh": MeshShape(data=1, fsdp=-1),
-        "remat": False,
+        "remat": "none",
         "save_every": 2,
         "tensorboard": False,
     }

@@ -1,8 +1,6 @@
 """Records to batches: what is refused and by which name, padding that adds nothing, one preparation a page."""
 
 import pickle
-import threading
-import time
 
 import jax
 import numpy as np
@@ -16,7 +14,6 @@ from evisrag_jax.prompts.chat import PromptTooLong
 from evisrag_jax.prompts.template import Template
 from evisrag_jax.prompts.tokenizer import SpecialIds, load_tokenizer
 from evisrag_jax.runtime.mesh import make_mesh
-from evisrag_jax.training import page_cache
 from evisrag_jax.training.batching import (
     Bucket,
     Limits,
@@ -135,62 +132,6 @@ def test_refusals_survive_pickling():
     ):
         back = pickle.loads(pickle.dumps(error))
         assert type(back) is type(error) and str(back) == str(error) and back.kind == error.kind
-
-
-def test_page_is_prepared_once_and_again_when_its_file_changes(tmp_path, monkeypatch):
-    calls = []
-    real = page_cache.load_page
-    monkeypatch.setattr(page_cache, "load_page", lambda *a, **k: calls.append(a) or real(*a, **k))
-    path = tmp_path / "p.png"
-    Image.new("RGB", (56, 56), "red").save(path)
-    cache = PageCache()
-    first = cache.get(str(path), LAYOUT, BUDGET)
-    assert cache.get(str(path), LAYOUT, BUDGET) is first and len(calls) == 1
-    cache.get(str(path), LAYOUT, PixelBudget("other", 784, 28 * 28))
-    Image.new("RGB", (56, 84), "blue").save(path)
-    assert cache.get(str(path), LAYOUT, BUDGET).content_hash != first.content_hash
-    assert len(calls) == 3 and (cache.hits, cache.misses) == (1, 3)
-
-
-def test_threads_that_ask_together_share_one_preparation(tmp_path, monkeypatch):
-    calls = []
-    real = page_cache.load_page
-
-    def slow(*args, **settings):
-        calls.append(args)
-        time.sleep(0.05)
-        return real(*args, **settings)
-
-    monkeypatch.setattr(page_cache, "load_page", slow)
-    path = tmp_path / "p.png"
-    Image.new("RGB", (56, 56), "red").save(path)
-    cache, got = PageCache(), []
-    threads = [
-        threading.Thread(target=lambda: got.append(cache.get(str(path), LAYOUT, BUDGET)))
-        for _ in range(4)
-    ]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    assert len(calls) == 1 and len({id(page) for page in got}) == 1 and len(got) == 4
-
-
-def test_cache_is_bounded_and_a_broken_page_is_not_kept(tmp_path):
-    paths = []
-    for i in range(4):
-        paths.append(str(tmp_path / f"{i}.png"))
-        Image.new("RGB", (56, 56), (i, 0, 0)).save(paths[-1])
-    size = PageCache().get(paths[0], LAYOUT, BUDGET).patches.nbytes
-    cache = PageCache(max_bytes=2 * size)
-    for path in (*paths, paths[3], paths[0]):
-        cache.get(path, LAYOUT, BUDGET)
-    assert cache.bytes == 2 * size and (cache.hits, cache.misses) == (1, 5)
-    bad = tmp_path / "bad.png"
-    bad.write_bytes(b"<html>")
-    for _ in range(2):
-        with pytest.raises(PageError, match="bad.png"):
-            cache.get(str(bad), LAYOUT, BUDGET)
 
 
 def test_smallest_bucket_that_holds_all_is_taken(tok, pages):

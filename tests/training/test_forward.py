@@ -1,6 +1,6 @@
 """Token scores of responses: against torch, against the repeated path, in chunks, with temperature.
 
-The chunked head is the values part of B31.
+B31: the chunked head, its values and its memory.
 """
 
 import functools
@@ -13,13 +13,13 @@ import torch
 
 from evisrag_jax.models.qwen25vl import model
 from evisrag_jax.models.qwen25vl.config import Qwen25VLConfig, TextConfig
-from evisrag_jax.models.qwen25vl.text import unstack_kv
 from evisrag_jax.training.forward import GroupBatch, response_mask, score_responses
 from evisrag_jax.training.logprobs import token_scores
 from tests.models.tiny import (
     SPECIAL,
     Shape,
     append_responses,
+    decoded,
     each_tensor,
     largest,
     make_batch,
@@ -76,19 +76,20 @@ def test_scores_equal_torch(pair, rows, batch, temperature):
 
 def objective(scores, lengths):
     """A drawn linear functional of the real tokens' scores."""
-    weights = jax.random.normal(jax.random.key(1), (2, P, G, T))
-    mask = response_mask(lengths, T)
+    weights = jax.random.normal(jax.random.key(1), (2, *scores.logp.shape))
+    mask = response_mask(lengths, scores.logp.shape[-1])
     return ((scores.logp * weights[0] + 0.3 * scores.entropy * weights[1]) * mask).sum()
 
 
 @functools.partial(jax.jit, static_argnames="config")
 def repeated_path(params, config, batch):
     """Scores with every response behind its own copy of prompt and pictures."""
+    G, T = batch.tokens.shape[1:]
     whole = append_responses(batch.prompt, batch.tokens)
     images = jax.tree.map(lambda a: jnp.repeat(a, G, axis=0), batch.images)
     hidden, _ = model.prefill(params, config, whole, model.encode_images(params, config, images))
     place = (whole.lengths - T - 1)[:, None] + jnp.arange(T)
-    hidden = jnp.take_along_axis(hidden, place[..., None], axis=1).reshape(P, G, T, -1)
+    hidden = jnp.take_along_axis(hidden, place[..., None], axis=1).reshape(*batch.tokens.shape, -1)
     return token_scores(params, config, hidden, batch.tokens)
 
 
@@ -110,9 +111,7 @@ def trained(pair, batch):
     return scores_and_grads(pair, batch, lambda p: score(p, pair.config, batch, train_vision=True))
 
 
-def test_shared_prefix_equals_the_repeated_path(pair, batch, trained):
-    """Values, and gradients of all parameters with the tower trained."""
-    ours, grads = trained
+def assert_equals_the_repeated_path(pair, batch, ours, grads):
     theirs, expected = scores_and_grads(pair, batch, lambda p: repeated_path(p, pair.config, batch))
     assert largest(ours.logp, theirs.logp) <= LOGP
     assert largest(ours.entropy, theirs.entropy) <= LOGP
@@ -120,10 +119,53 @@ def test_shared_prefix_equals_the_repeated_path(pair, batch, trained):
         assert relative(x, y) <= GRADIENT, name
 
 
+def test_shared_prefix_equals_the_repeated_path(pair, batch, trained):
+    """Values, and gradients of all parameters with the tower trained."""
+    assert_equals_the_repeated_path(pair, batch, *trained)
+
+
+def test_a_group_of_one_behind_three_images_and_one(pair):
+    """G = 1; a response of full length, and one of a single token."""
+    rows = [make_row(pair, 74, (56, 84), (84, 56), (56, 56)), make_row(pair, 75, (84, 84))]
+    prompt, images = make_batch(pair, rows, Shape(length=48, images=3, windows=1, tokens=9))
+    tokens = np.random.default_rng(76).integers(0, SPECIAL.endoftext, (2, 1, T))
+    batch = GroupBatch(prompt, images, jnp.asarray(tokens), jnp.array([[T], [1]]))
+    path = functools.partial(score, config=pair.config, batch=batch, train_vision=True)
+    assert_equals_the_repeated_path(pair, batch, *scores_and_grads(pair, batch, path))
+
+
+def test_b24_a_group_is_a_packed_row_that_does_not_leak(pair, rows, batch):
+    """Another response, and another prompt's tokens and pixels, leave a response's scores bitwise as they
+    were; each equals the response behind its prompt alone, with positions that start anew, so the loss
+    is the token-weighted mean of the separate ones."""
+    whole = score(pair.params, pair.config, batch)
+    tokens = np.asarray(batch.tokens).copy()
+    tokens[0, 0] = (tokens[0, 0] + 1) % SPECIAL.endoftext
+    prompt = batch.prompt._replace(tokens=batch.prompt.tokens.at[1, :3].set(5))
+    images = batch.images._replace(patches=jnp.asarray(batch.images.patches).at[1].set(0.5))
+    other = score(pair.params, pair.config, batch._replace(tokens=jnp.asarray(tokens)))
+    np.testing.assert_array_equal(other.logp[0, 1:], whole.logp[0, 1:])
+    np.testing.assert_array_equal(other.logp[1], whole.logp[1])
+    assert (np.asarray(other.logp)[0, 0] != np.asarray(whole.logp)[0, 0]).all()
+    other = score(pair.params, pair.config, batch._replace(prompt=prompt, images=images))
+    np.testing.assert_array_equal(other.logp[0], whole.logp[0])
+    assert (np.asarray(other.logp)[1] != np.asarray(whole.logp)[1]).all()
+    total, count = 0.0, 0
+    for p, g in np.argwhere(LENGTHS):
+        alone, pages = make_batch(pair, rows[p : p + 1], Shape(40, 2, 1, 6))
+        response, length = batch.tokens[p : p + 1, g : g + 1], batch.lengths[p : p + 1, g : g + 1]
+        logp = score(pair.params, pair.config, GroupBatch(alone, pages, response, length)).logp
+        assert largest(logp[0, 0], whole.logp[p, g]) <= LOGP
+        total, count = total - float(logp[0, 0, : LENGTHS[p, g]].sum()), count + LENGTHS[p, g]
+    mask = response_mask(batch.lengths, T)
+    mean = -float((whole.logp * mask).sum() / mask.sum())
+    assert mean == pytest.approx(total / count, abs=LOGP)
+
+
 def test_a_frozen_tower_gets_no_gradient(pair, batch, trained):
     """Exactly 0 for the tower, and the same decoder gradient as with the tower trained; without
     remat, which the other path has."""
-    _, frozen = scores_and_grads(pair, batch, lambda p: score(p, pair.config, batch, remat=False))
+    _, frozen = scores_and_grads(pair, batch, lambda p: score(p, pair.config, batch, remat="none"))
     assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(frozen["vision"]))
     assert all(np.asarray(leaf).any() for leaf in jax.tree.leaves(trained[1]["vision"]))
     for (name, a), (_, b) in zip(
@@ -163,21 +205,13 @@ def test_b51_decode_and_training_agree(pair, batch, temperature):
     params, config = pair.params, pair.config
     features = model.encode_images(params, config, batch.images)
     hidden, kv = model.prefill(params, config, batch.prompt, features)
-    kv, layers = unstack_kv(kv), model.unstack_layers(params)
-    step = jax.jit(model.extend, static_argnames="config")
-    state = model.last_hidden(hidden, batch.prompt.lengths)[:, None]
-    suffix = model.empty_suffix(config, P, G, T, jnp.float32)
-    decoded = []
-    for t in range(T):
-        logits = model.logits(params, config, jnp.broadcast_to(state, (P, G, state.shape[-1])))
-        logp = jax.nn.log_softmax(logits / temperature)
-        decoded.append(jnp.take_along_axis(logp, batch.tokens[..., t, None], -1)[..., 0])
-        position = jnp.broadcast_to(batch.prompt.next_position[:, None, None] + t, (P, G, 1))
-        token = batch.tokens[..., t : t + 1]
-        state, suffix = step(layers, config, token, position, batch.prompt.lengths, kv, suffix, t)
-        state = state[:, :, 0]
+    first = model.last_hidden(hidden, batch.prompt.lengths)[:, None, None]
+    later = decoded(params, config, batch.prompt, kv, batch.tokens[..., :-1], slots=T)
+    states = jnp.concatenate([jnp.broadcast_to(first, (P, G, 1, first.shape[-1])), later], 2)
+    logp = jax.nn.log_softmax(model.logits(params, config, states) / temperature)
+    drawn = jnp.take_along_axis(logp, batch.tokens[..., None], -1)[..., 0]
     trained = score(params, config, batch, temperature=temperature).logp
-    ratio = jnp.exp(trained - jnp.stack(decoded, -1))
+    ratio = jnp.exp(trained - drawn)
     assert jnp.abs(ratio - 1).max() < 1e-4
 
 
@@ -228,3 +262,25 @@ def test_b31_chunks_change_nothing(pair, length):
         grad = jax.jit(jax.grad(chunked, argnums=(0, 1), has_aux=True), static_argnums=2)
         for a, b in zip(grad(hidden, table, 8)[0], grad(hidden, table, 9)[0], strict=True):
             assert relative(a, b) <= GRADIENT
+
+
+def test_b31_the_head_at_full_length_stays_under_2_gib():
+    """1,536 response tokens behind 15,000 prompt tokens, 151,936 words of 2,048: all logits in float32
+    would be 9.4 GiB with the prompt and 0.9 GiB twice without; compiled, never run."""
+    text = TextConfig(
+        vocab=151_936, width=2048, mlp=2, layers=1, heads=1, kv_heads=1, head_dim=2, theta=10.0,
+        mrope_section=(1, 0, 0), tied=True,
+    )  # fmt: skip
+    config = Qwen25VLConfig(text, None)
+
+    def loss(table, hidden, tokens):
+        states = hidden[:, 14_999:]  # the prompt's last state, and the responses' but the last
+        params = {"text": {"embed": {"embedding": table}}}
+        return token_scores(params, config, states, tokens, chunk=512).logp.sum()
+
+    spec = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    arguments = spec((151_936, 2048)), spec((1, 16_535, 2048))
+    tokens = jax.ShapeDtypeStruct((1, 1536), jnp.int32)
+    step = jax.jit(jax.grad(loss, argnums=1))
+    memory = step.lower(*arguments, tokens).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 2 * 2**30
