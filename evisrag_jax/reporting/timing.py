@@ -14,8 +14,8 @@ from matplotlib.ticker import MaxNLocator
 from evisrag_jax.reporting.display import finite, format_seconds, text
 
 PHASES = (
-    *("encode", "prefill", "decode", "reward", "prepare", "old_log_probs", "update", "write"),
-    *("validate", "idle"),
+    *("warm_up", "encode", "prefill", "decode", "reward", "prepare", "old_log_probs", "update"),
+    *("write", "idle"),
 )
 IDLE = "idle"
 # Host work: while another phase runs, the time is that phase's.

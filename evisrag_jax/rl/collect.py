@@ -112,11 +112,12 @@ class Collector:
 
     def __call__(self, params: Any, step: int) -> Collected:
         """Rollouts of step `step` (counted from 1) under `params`."""
-        if self.features is not None:
-            self.features.take(params)
         kept: list[Judged] = []
         seen: list[Judged] = []
         spans: list[Span] = []
+        if self.features is not None:
+            with span("encode", spans):
+                self.features.take(params)
         dropped: dict[str, int] = {}
         groups, rounds = None, 0
         while len(kept) < self.rl.prompts and rounds < self.rl.tries:

@@ -74,7 +74,7 @@ class Run:
         rows = min(bucket.prompts // shards, 2 * -(-slots // group))
         self.schedule = Schedule(len(requests), group, shards, rows, slots)
         self.width = self.schedule.width
-        self.batch = max(1, min(rows, PREFILL_TOKENS // bucket.length))
+        self.batch = max(1, min(rows, -(-slots // group), PREFILL_TOKENS // bucket.length))
         self.controls = stack_controls(settings)
         self.max_tokens = np.asarray([s.max_tokens for s in settings], np.int32)
 

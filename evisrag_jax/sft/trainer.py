@@ -219,7 +219,8 @@ class SFTRun:
         """Update k; the first of a process runs every other shape before it."""
         timeline = self._timeline
         timeline.start(k)
-        self.load_features(state)
+        with timeline.phase("encode"):
+            self.load_features(state)
         with timeline.phase("prepare"):
             examples = next(data)
             batch = self.host_batch(examples)
@@ -229,7 +230,9 @@ class SFTRun:
         self._warm = True
         with timeline.phase("update"):
             state, metrics = self.update(state, put_batch(batch, self.mesh))
-            if k % self.config.log_every == 0:  # else the next step's preparation overlaps
+            if (
+                k % self.config.log_every == 0 or k == self.steps
+            ):  # else the next step's preparation overlaps
                 metrics = jax.block_until_ready(metrics)
         shape = batch.tokens.shape[0] * batch.tokens.shape[1] * batch.tokens.shape[2]
         return state, {

@@ -136,7 +136,13 @@ class FeatureCache:
                         self._entries.pop(wanted.key, None)
                     wanted.future.set_exception(error)
             raise
-        return tuple(future.result() for future in futures)
+        return tuple(map(self._await, pages, futures))
+
+    def _await(self, page: PagePatches, future: Future[np.ndarray]) -> np.ndarray:
+        try:
+            return future.result()
+        except Exception:  # another thread's call failed, perhaps for another page of it
+            return self.get([page])[0]
 
     def ahead(self, pages: Sequence[PagePatches]) -> tuple[Float[np.ndarray, "_ D"], ...] | None:
         """`get` for a thread that prepares a later batch while the device works on this one.

@@ -32,10 +32,13 @@ class CachedPage(PagePatches):
             object.__setattr__(self, name, getattr(page, name))
         object.__setattr__(self, "_load", load)
 
-    @functools.cached_property
+    @property
     def patches(self) -> np.ndarray:
         """[W, S, C], see `PagePatches`."""
-        return self._load().patches
+        # No cached_property: in Python 3.11 its lock would be one for all pages.
+        if "_patches" not in self.__dict__:
+            object.__setattr__(self, "_patches", self._load().patches)
+        return self.__dict__["_patches"]
 
     def light(self) -> CachedPage:
         """The same page, holding no patches."""

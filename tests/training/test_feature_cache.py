@@ -243,6 +243,32 @@ def test_a_failure_is_not_remembered(params, pages, whole, monkeypatch):
         cache.get([page(224, 112, 0, PixelBudget("large", 784, 10**6))])
 
 
+def test_a_failure_of_another_call_is_not_this_ones(params, pages, whole, monkeypatch):
+    """A call that waits for a page of a call that fails, over whatever page, computes its own."""
+    cache, caught = make(params), []
+    run, begun, go = cache._run, threading.Event(), threading.Event()
+
+    def fail(*_):
+        begun.set()
+        go.wait()
+        raise ZeroDivisionError
+
+    def first():
+        with pytest.raises(ZeroDivisionError) as error:
+            cache.get(pages)
+        caught.append(error)
+
+    monkeypatch.setattr(cache, "_run", fail)
+    thread = threading.Thread(target=first)
+    thread.start()
+    begun.wait()
+    monkeypatch.setattr(cache, "_run", run)
+    threading.Timer(0.2, go.set).start()
+    same(cache.get(pages[:1]), whole.get(pages[:1]))
+    thread.join()
+    assert len(caught) == 1
+
+
 def test_b80_a_program_a_page_size_and_explicit_transfers(params):
     """B80: 40 pages of random sizes and batches need the two programs of start-up and no more."""
     counter = CompileCounter()

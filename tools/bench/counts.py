@@ -7,6 +7,7 @@ these is model FLOPs utilisation (MFU).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -126,13 +127,14 @@ def mean_decode_bytes(
 
 
 # Dense bf16 peak of one card (FLOP/s) and its memory bandwidth (bytes/s), from the makers' data sheets;
-# the first name that occurs in the device's kind.
+# the first name that stands as a word in the device's kind.
 CARDS: dict[str, tuple[float, float]] = {
     "H200": (989e12, 4.8e12),
     "H100 PCIe": (756e12, 2.0e12),
     "H100": (989e12, 3.35e12),
     "B200": (2250e12, 8.0e12),
     "A100-SXM4-40GB": (312e12, 1.555e12),
+    "A100-PCIE-40GB": (312e12, 1.555e12),
     "A100": (312e12, 2.0e12),
     "L40S": (362e12, 0.864e12),
     "A10": (125e12, 0.6e12),
@@ -144,4 +146,4 @@ CARDS: dict[str, tuple[float, float]] = {
 
 def card(kind: str) -> tuple[float, float] | None:
     """(FLOP/s, bytes/s) of a device kind such as "NVIDIA H200"; None for an unknown one."""
-    return next((peak for name, peak in CARDS.items() if name in kind), None)
+    return next((peak for name, peak in CARDS.items() if re.search(rf"\b{name}\b", kind)), None)

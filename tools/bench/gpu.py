@@ -1,4 +1,4 @@
-"""The measured pieces of the GPU benchmark: weights on the device, prefill, rollout, update, peer."""
+"""The measured pieces of the GPU benchmark: weights on the device, prefill, rollout, update."""
 
 from __future__ import annotations
 
