@@ -2,12 +2,13 @@
 
     position   0 1 2 3 4 5 | 6 7 8 9 ...        one endless line of draws
     record     4 0 5 1 3 2 | 2 4 1 0 ...        a permutation an epoch, from (seed, epoch)
-    process    0 1 0 1 0 1 | 0 1 0 1 ...        each takes every process_count-th
+    lane       0 1 2 3 0 1 | 2 3 0 1 ...        four lanes, one a row of the global batch
+    process    0 0 1 1 0 0 | 1 1 0 0 ...        each has neighbouring lanes
 
-The state of the stream is one number, the next position of its process; threads, read-ahead and
-batch size are no part of it. A record that cannot be prepared is dropped whole, with all responses
-it would have had, in its place of the line, so batches keep their size and the order never depends
-on which file happened to be ready first.
+A record that cannot be prepared is dropped whole, with all responses it would have had, and the next
+draw of its lane takes its place: batches keep their size, and what a lane gives depends neither on the
+other lanes, nor on how many processes share them, nor on which file happened to be ready first. The
+state of the stream is the next draw of every lane; threads and read-ahead are no part of it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import hashlib
 import json
 import os
 import warnings
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePath
@@ -30,7 +31,8 @@ from evisrag_jax.data.schema import Record
 from evisrag_jax.runtime.host_random import check_seed, philox
 from evisrag_jax.runtime.json_files import JsonlWriter, filter_jsonl
 
-STATE_VERSION = 1
+STATE_VERSION = 2
+_REASONS = 2048  # bytes of the skip counts that a process tells the others
 _ENDLESS = 2**40  # positions of an endless stream; more than any run draws
 
 #: Share of refused records above which a warning is given.
@@ -101,15 +103,22 @@ class Rejected:
             with JsonlWriter(self.path) as writer:
                 writer.write({**asdict(rejection), "stage": self.STAGE})
 
-    def cut(self, position: int) -> None:
-        """Remove this stream's rows at ``position`` or later; they will be drawn again.
+    def cut(self, next_of: Sequence[int]) -> None:
+        """Remove this stream's rows that will be drawn again: those at or after their lane's next
+        position. Also in the files that further processes have left beside this one.
 
-        The file is replaced, so no other writer may hold it open meanwhile.
+        The files are replaced, so no other writer may hold them open meanwhile.
         """
-        if self.path is not None and self.path.exists():
+        if self.path is None:
+            return
+        lanes = len(next_of)
+        for path in sorted(self.path.parent.glob(f"{self.path.stem}*.jsonl")):
             filter_jsonl(
-                self.path,
-                lambda row: row.get("stage") != self.STAGE or row["position"] < position,
+                path,
+                lambda row: (
+                    row.get("stage") != self.STAGE
+                    or row["position"] < next_of[row["position"] % lanes]
+                ),
             )
 
 
@@ -144,9 +153,14 @@ class RecordStream:
             batch if the rest does not fill one. Several processes need an endless stream: they skip
             different records, so their finite streams would end at different steps.
         shuffle: False keeps the file's order in every epoch.
-        process_index, process_count: which share of the stream this process reads.
+        lanes: of all processes together, by default one a process; P where batches shall not depend
+            on the number of processes. Each process has neighbouring ones, and a batch takes equally
+            many draws of each.
+        process_index, process_count: which share of the lanes this process reads.
         read: threads and read-ahead.
         rejected: where refused records are written.
+        gather: numpy arrays of all processes, with a leading process axis; see
+            ``runtime.processes.gather``. Called by ``get_state`` where there are several.
 
     Raises:
         DataError: for an empty set or an id used twice; while iterating, when as many draws in a
@@ -162,10 +176,12 @@ class RecordStream:
         seed: int,
         epochs: int | None = None,
         shuffle: bool = True,
+        lanes: int | None = None,
         process_index: int = 0,
         process_count: int = 1,
         read: ReadSettings = ReadSettings(),
         rejected: Rejected | None = None,
+        gather: Callable[[Any], Any] | None = None,
     ):
         if not records:
             raise DataError("the training set holds no record")
@@ -178,24 +194,44 @@ class RecordStream:
             raise ValueError(f"process {process_index} of {process_count} does not exist")
         if epochs is not None and process_count > 1:
             raise ValueError("several processes need epochs=None and a number of steps instead")
+        lanes = process_count if lanes is None else lanes
+        if lanes < 1 or lanes % process_count or batch % (lanes // process_count):
+            raise ValueError(
+                f"lanes={lanes} do not divide over {process_count} processes, or batch={batch} not "
+                "over the lanes of one"
+            )
         self.records, self.prepare, self.batch = tuple(records), prepare, batch
         self.seed, self.shuffle = check_seed(seed), shuffle
         self.process_index, self.process_count = process_index, process_count
         self.rejected = rejected or Rejected()
         self.seen = 0
         self.skipped: Counter[str] = Counter()
+        self.lanes, self._own = lanes, lanes // process_count
+        self._first = process_index * self._own
+        self._gather = gather
+        self._told: tuple[int, Counter[str], list[int]] | None = None
         self._fingerprint = fingerprint(self.records)
         self._length = _ENDLESS if epochs is None else epochs * len(self.records)
         self._in_a_row = 0
         self._warned = False
         self._order = functools.lru_cache(maxsize=2)(self._epoch_order)
+        self._begin([self._first + lane for lane in range(self._own)])
         self._draws = self._open(read)
+
+    def _begin(self, next_of: list[int]) -> None:
+        """Every own lane goes on at its position of the line."""
+        self._next = next_of
+        self._restored = tuple(next_of)  # what lies before is passed over
+        self._early: list[deque[Example | Rejection]] = [deque() for _ in next_of]
 
     def _open(self, read: ReadSettings):
         import grain  # here, because it imports jax
 
-        line = grain.MapDataset.source(_Positions(self._length))
-        line = line[self.process_index :: self.process_count].map(self._draw)
+        count = self._length
+        if self.lanes > 1 and count < _ENDLESS:  # whole rounds; draws beyond the end are none
+            count = -(-count // self.lanes) * self.lanes
+        line = grain.MapDataset.source(_Positions(count // self.lanes * self._own))
+        line = line.map(self._draw)
         ahead = read.ahead if read.threads else 0
         options = grain.ReadOptions(num_threads=read.threads, prefetch_buffer_size=ahead)
         return iter(line.to_iter_dataset(options))
@@ -205,11 +241,16 @@ class RecordStream:
             return np.arange(len(self.records))
         return epoch_order(len(self.records), self.seed, epoch)
 
-    def _draw(self, position: int) -> Example | Rejection:
-        """Runs in a worker thread: the example at a position of the line, or why there is none."""
+    def _draw(self, index: int) -> Example | Rejection | None:
+        """Runs in a worker thread: the example at a place of this process's line, why there is none, or
+        None where it was drawn before a restart or the data has ended."""
         from evisrag_jax.pages.decode import PageError
         from evisrag_jax.prompts.chat import PromptTooLong
 
+        turn, lane = divmod(index, self._own)
+        position = turn * self.lanes + self._first + lane
+        if position < self._restored[lane] or position >= self._length:
+            return None
         epoch, offset = divmod(position, len(self.records))
         record = self.records[int(self._order(epoch)[offset])]
         try:
@@ -222,26 +263,47 @@ class RecordStream:
             error.add_note(f"while preparing record {record.id!r}")
             raise
 
+    def record_id(self, position: int) -> str:
+        """The id of the record at a position of the line."""
+        epoch, offset = divmod(position, len(self.records))
+        return self.records[int(self._order(epoch)[offset])].id
+
     def __iter__(self) -> Iterator[list[Example]]:
         return self
 
     def __next__(self) -> list[Example]:
         examples: list[Example] = []
-        while len(examples) < self.batch:
-            try:
-                draw = next(self._draws)
-            except StopIteration:
-                break
-            self.seen += 1
-            if isinstance(draw, Rejection):
-                self._skip(draw)
-            else:
-                self._in_a_row = 0
-                examples.append(draw)
+        for i in range(self.batch):
+            example = self._take(i % self._own)
+            if example is not None:
+                examples.append(example)
         self._warn()
         if not examples:
             raise StopIteration
         return examples
+
+    def _take(self, lane: int) -> Example | None:
+        """The next example of an own lane; None at the end of the data."""
+        while True:
+            if self._early[lane]:
+                draw = self._early[lane].popleft()
+            else:
+                try:
+                    draw = next(self._draws)
+                except StopIteration:
+                    return None
+                if draw is None:
+                    continue
+                of = draw.position % self.lanes - self._first
+                if of != lane:  # another lane's turn: a record of this one was refused
+                    self._early[of].append(draw)
+                    continue
+            self._next[lane] = draw.position + self.lanes
+            self.seen += 1
+            if not isinstance(draw, Rejection):
+                self._in_a_row = 0
+                return draw
+            self._skip(draw)
 
     def _skip(self, rejection: Rejection) -> None:
         self.skipped[rejection.reason] += 1
@@ -266,52 +328,94 @@ class RecordStream:
             )
 
     def metrics(self) -> dict[str, float]:
-        """Counters since the start of the run: draws, skips (all and by reason), epochs."""
-        position = self._draws.get_state()["next_index"] * self.process_count
+        """Counters since the start of the run: draws, skips (all and by reason), epochs. Of all
+        processes, as they were at the last ``get_state`` where there are several."""
+        if self._told is None or self.process_count == 1:
+            self._told = self._counts()
+        seen, skipped, next_of = self._told
         row = {
-            "data/seen": float(self.seen),
-            "data/skipped": float(self.skipped.total()),
-            "data/epoch": position / len(self.records),
+            "data/seen": float(seen),
+            "data/skipped": float(skipped.total()),
+            "data/epoch": min(next_of) / len(self.records),
         }
-        return row | {f"data/skipped_{name}": float(n) for name, n in self.skipped.items()}
+        return row | {f"data/skipped_{name}": float(n) for name, n in skipped.items()}
+
+    def _counts(self) -> tuple[int, Counter[str], list[int]]:
+        """Draws, skips by reason, and the next position of every lane, of all processes."""
+        if self.process_count == 1:
+            return self.seen, self.skipped, self._next
+        text = json.dumps(self.skipped).encode("utf-8").ljust(_REASONS)
+        if len(text) > _REASONS:
+            raise DataError(f"records are refused for {len(self.skipped)} different reasons")
+        turns = [position // self.lanes for position in self._next]
+        told = self._gather(
+            {
+                "turns": np.array(turns, np.int32),
+                "seen": np.int32(self.seen),
+                "skipped": np.frombuffer(text, np.uint8),
+            }
+        )
+        skipped: Counter[str] = Counter()
+        for row in told["skipped"]:
+            skipped.update(json.loads(bytes(row)))
+        turns = told["turns"].reshape(-1).tolist()
+        next_of = [turn * self.lanes + lane for lane, turn in enumerate(turns)]
+        return int(told["seen"].sum()), skipped, next_of
 
     def get_state(self) -> dict[str, Any]:
-        """What a resumed stream needs, as plain JSON. Take it between batches."""
+        """What a resumed stream needs, as plain JSON, the same in all processes. Take it between
+        batches, in all of them."""
+        seen, skipped, next_of = self._told = self._counts()
+        turns = [position // self.lanes for position in next_of]
+        first = min(turns)
         return {
             "version": STATE_VERSION,
-            "next_index": int(self._draws.get_state()["next_index"]),
+            "turn": first,
+            "ahead": {str(i): turn - first for i, turn in enumerate(turns) if turn > first},
+            "lanes": self.lanes,
             "seed": self.seed,
             "shuffle": self.shuffle,
-            "process_index": self.process_index,
-            "process_count": self.process_count,
             "fingerprint": self._fingerprint,
-            "seen": self.seen,
-            "skipped": dict(self.skipped),
+            "seen": seen,
+            "skipped": dict(skipped),
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Continue where ``get_state`` was taken: the next batch is the one that came next there.
 
-        Threads, read-ahead, batch size and epochs may differ. Rows of the rejected log that lie
-        behind the state are removed; they will be written again.
+        Threads, read-ahead, epochs and the number of processes may differ. Rows of the rejected log
+        that lie behind the state are removed; they will be written again. Several processes wait for
+        each other (``runtime.processes.barrier``) between this and the next batch.
 
         Raises:
-            DataError: when data, seed, shuffling or processes are not those of the state; going on
-                would repeat some records and skip others.
+            DataError: when data, seed, shuffling or lanes are not those of the state; going on would
+                repeat some records and skip others.
         """
-        mine = self.get_state()
-        for name in ("version", "fingerprint", "seed", "shuffle", "process_index", "process_count"):
-            if state.get(name) != mine[name]:
+        mine = {"version": STATE_VERSION, "fingerprint": self._fingerprint, "seed": self.seed}
+        mine |= {"shuffle": self.shuffle, "lanes": self.lanes}
+        for name, value in mine.items():
+            if state.get(name) != value:
                 raise DataError(
-                    f"cannot resume the data stream: {name} is {mine[name]!r} here and "
+                    f"cannot resume the data stream: {name} is {value!r} here and "
                     f"{state.get(name)!r} in the checkpoint. Restore the old setting, or start a "
                     "new run from the checkpoint's parameters."
                 )
-        self._draws.set_state({"next_index": int(state["next_index"])})
-        self.seen = int(state["seen"])
-        self.skipped = Counter({name: int(n) for name, n in state["skipped"].items()})
+        turn, ahead = int(state["turn"]), state["ahead"]
+        next_of = [
+            (turn + int(ahead.get(str(lane), 0))) * self.lanes + lane for lane in range(self.lanes)
+        ]
+        self._begin(next_of[self._first : self._first + self._own])
+        self._draws.set_state({"next_index": turn * self._own})
+        # The counts of the whole run go on in one place.
+        first = self.process_index == 0
+        self.seen = int(state["seen"]) if first else 0
+        self.skipped = Counter(
+            {name: int(n) for name, n in state["skipped"].items()} if first else {}
+        )
+        self._told = None
         self._in_a_row = 0
-        self.rejected.cut(int(state["next_index"]) * self.process_count + self.process_index)
+        if first:
+            self.rejected.cut(next_of)
 
     def close(self) -> None:
         """Stop the worker threads."""

@@ -66,9 +66,18 @@ def make_mesh(
         raise MeshError(
             f"mesh {asked}: needs {math.prod(sizes.values())} devices, {len(found)} are given"
         )
-    return jax.make_mesh(
-        tuple(sizes.values()), MESH_AXES, axis_types=(AxisType.Auto,) * 3, devices=found
-    )
+    shape, auto = tuple(sizes.values()), (AxisType.Auto,) * 3
+    count = jax.process_count()
+    if count == 1:
+        return jax.make_mesh(shape, MESH_AXES, axis_types=auto, devices=found)
+    local = len(found) // count
+    if local * count != len(found) or local % sizes["tensor"]:
+        raise MeshError(
+            f"mesh {asked}: tensor={sizes['tensor']} must divide the {local} devices of each process"
+        )
+    # In the order of the processes: each owns neighbouring rows of a batch.
+    found.sort(key=lambda device: device.process_index)
+    return Mesh(np.array(found).reshape(shape), MESH_AXES, axis_types=auto)
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
@@ -79,6 +88,51 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 def replicated(mesh: Mesh) -> NamedSharding:
     """The whole array on every device."""
     return NamedSharding(mesh, PartitionSpec())
+
+
+def put_rows(tree: Any, sharding: NamedSharding) -> Any:
+    """Host arrays on their devices, split over the first axis alone; None leaves stay None.
+
+    Every process gives its own rows: row r of the whole belongs to process r // (rows / processes). An
+    explicit transfer: it works under a transfer guard on "disallow".
+    """
+    count = jax.process_count()
+    if count == 1:
+        return jax.device_put(tree, sharding)
+
+    def put(rows: Any) -> jax.Array:
+        shape = (len(rows) * count, *np.shape(rows)[1:])
+        first = len(rows) * jax.process_index()
+        places = sharding.addressable_devices_indices_map(shape)
+        parts = {}
+        for device, index in places.items():
+            begin, end, _ = index[0].indices(shape[0])
+            if begin < first or end > first + len(rows):
+                raise MeshError(
+                    f"rows {begin} to {end} of {shape[0]} lie on {device}, which is not of the process "
+                    "that has them; let the axes data x fsdp divide by the processes"
+                )
+            parts[device] = rows[begin - first : end - first]
+        placed = jax.device_put(list(parts.values()), list(parts))
+        return jax.make_array_from_single_device_arrays(shape, sharding, placed)
+
+    return jax.tree.map(put, tree)
+
+
+def local_mesh(mesh: Mesh, tensor: int = 0) -> Mesh:
+    """This process's devices of a mesh, batches over all of them but for `tensor` at a time.
+
+    Args:
+        tensor: devices a copy of the parameters is split over; 0 for as many as in `mesh`.
+    Raises:
+        MeshError: they do not divide this process's devices.
+    """
+    own = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
+    tensor = tensor or mesh.shape["tensor"]
+    if len(own) % tensor:
+        raise MeshError(f"tensor={tensor} does not divide the {len(own)} devices of a process")
+    shape = (len(own) // tensor, 1, tensor)
+    return Mesh(np.array(own).reshape(shape), MESH_AXES, axis_types=(AxisType.Auto,) * 3)
 
 
 def param_spec(

@@ -8,6 +8,7 @@ import textwrap
 import threading
 import warnings
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -92,7 +93,7 @@ def test_threads_prepare_the_next_batches_while_this_one_is_used():
     next(line)
     assert enough.wait(30)
     state = line.get_state()
-    assert state["next_index"] == 2, "the place is that of what was used"
+    assert state["turn"] == 2 and not state["ahead"], "the place is that of what was used"
     line.close()
 
 
@@ -125,7 +126,7 @@ def test_a_stream_can_be_set_back():
     [
         ("seed", {"seed": 4}),
         ("shuffle", {"shuffle": False}),
-        ("process_count", {"process_count": 2}),
+        ("lanes", {"lanes": 2}),
         ("fingerprint", {"count": 8}),
     ],
 )
@@ -159,6 +160,97 @@ def test_processes_share_one_line():
     for i, share in enumerate(shares):
         assert [id for (id,) in ids(share)] == line[i::3]
         assert [e.position for (e,) in share] == list(range(i, 30, 3))
+
+
+def processes(make, count):
+    """The streams of `count` processes; their `get_state` must be called together, by `states`."""
+    meeting, told = threading.Barrier(count), [None] * count
+
+    def gather_of(i):
+        def gather(tree):
+            told[i] = tree
+            meeting.wait(30)
+            out = {name: np.stack([t[name] for t in told]) for name in tree}
+            meeting.wait(30)
+            return out
+
+        return gather
+
+    share = {"process_count": count}
+    return [make(process_index=i, gather=gather_of(i), **share) for i in range(count)]
+
+
+def states(streams):
+    with ThreadPoolExecutor(len(streams)) as pool:
+        return list(pool.map(lambda one: one.get_state(), streams))
+
+
+def refusing(record):
+    if record.id in ("r1", "r4"):
+        raise PageError("x.png", "gone", "missing")
+    return record.id
+
+
+def lanes_of_four(count, **options):
+    """Streams of `count` processes over four lanes, two of seven records refused."""
+
+    def make(**share):
+        return stream(prepare=refusing, batch=4 // count, lanes=4, **share, **options)
+
+    return processes(make, count) if count > 1 else [make()]
+
+
+@pytest.mark.filterwarnings("ignore:.*records were refused")
+@pytest.mark.parametrize("count", [2, 4])
+def test_lanes_give_the_same_batches_to_any_number_of_processes(count):
+    """Rows of the global batch belong to lanes; a refused record is replaced within its lane. The counters
+    and the place of all processes are those of one."""
+    (one,) = lanes_of_four(1)
+    expected = ids(take(one, 12))
+    assert {id for batch in expected for id in batch} == {"r0", "r2", "r3", "r5", "r6"}
+    many = lanes_of_four(count)
+    shares = [ids(take(each, 12)) for each in many]
+    assert [sum(rows, []) for rows in zip(*shares, strict=True)] == expected
+    told = states(many)
+    assert told == [one.get_state()] * count and told[0]["ahead"]
+    assert all(each.metrics() == one.metrics() for each in many)
+
+
+@pytest.mark.filterwarnings("ignore:.*records were refused")
+@pytest.mark.parametrize(("before", "after", "threads"), [(1, 2, 0), (2, 1, 2), (4, 2, 2)])
+def test_a_run_resumes_with_another_number_of_processes(before, after, threads):
+    """B73: the same batches from there, also with threads that had read ahead."""
+    expected = ids(take(*lanes_of_four(1), 12))
+    first = lanes_of_four(before)
+    for each in first:
+        take(each, 5)
+    state = json.loads(json.dumps(states(first)[0]))
+    second = lanes_of_four(after, read=ReadSettings(threads=threads, ahead=8))
+    for each in second:
+        each.set_state(state)
+    shares = [ids(take(each, 7)) for each in second]
+    assert [sum(rows, []) for rows in zip(*shares, strict=True)] == expected[5:]
+
+
+@pytest.mark.filterwarnings("ignore:.*records were refused")
+def test_the_logs_of_all_processes_are_cut(tmp_path):
+    """Process 0 cuts every file, so that another number of processes writes no row twice."""
+    logs = [Rejected(tmp_path / name) for name in ("rejected.jsonl", "rejected-1.jsonl")]
+
+    def make(process_index=0, **share):
+        share |= {"process_index": process_index, "rejected": logs[process_index]}
+        return stream(prepare=refusing, batch=2, lanes=4, **share)
+
+    pair = processes(make, 2)
+    for each in pair:
+        take(each, 4)
+    state = states(pair)[0]
+    before = [log.path.read_text() for log in logs]
+    for each in pair:
+        take(each, 5)
+    assert [log.path.read_text() for log in logs] != before
+    stream(batch=4, lanes=4, rejected=logs[0]).set_state(state)
+    assert [log.path.read_text() for log in logs] == before
 
 
 # B12: skipping
@@ -276,6 +368,9 @@ def test_wrong_settings_are_refused():
         RecordStream(records(2) + records(1), len, 1, seed=0)
     for options in ({"batch": 0}, {"epochs": 0}, {"process_index": 2, "process_count": 2}):
         with pytest.raises(ValueError):
+            stream(**options)
+    for options in ({"lanes": 3, "process_count": 2}, {"lanes": 4, "batch": 6}):
+        with pytest.raises(ValueError, match="lanes"):
             stream(**options)
     with pytest.raises(ValueError, match="epochs=None"):
         stream(epochs=1, process_count=2)
