@@ -135,6 +135,7 @@ def _config(
                 **optim,
             },
             "mesh": mesh or {"data": -1, "fsdp": 1, "tensor": 1},
+            "stuck_after": 3600,
             "seed": 0,
             "remat": remat,
             "chunk": 2048,

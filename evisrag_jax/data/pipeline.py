@@ -251,8 +251,7 @@ class RecordStream:
         position = turn * self.lanes + self._first + lane
         if position < self._restored[lane] or position >= self._length:
             return None
-        epoch, offset = divmod(position, len(self.records))
-        record = self.records[int(self._order(epoch)[offset])]
+        record, epoch = self.record(position), position // len(self.records)
         try:
             return Example(record, self.prepare(record), position, epoch)
         except (PageError, PromptTooLong) as error:
@@ -263,10 +262,10 @@ class RecordStream:
             error.add_note(f"while preparing record {record.id!r}")
             raise
 
-    def record_id(self, position: int) -> str:
-        """The id of the record at a position of the line."""
+    def record(self, position: int) -> Record:
+        """The record at a position of the line."""
         epoch, offset = divmod(position, len(self.records))
-        return self.records[int(self._order(epoch)[offset])].id
+        return self.records[int(self._order(epoch)[offset])]
 
     def __iter__(self) -> Iterator[list[Example]]:
         return self

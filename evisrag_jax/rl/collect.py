@@ -4,7 +4,9 @@
                                                      └─ without a filter ─► batch arrays meanwhile
 
 Everything here is host work around the engine's device programs. A group is judged in a thread as soon
-as its last response is done, while others are still decoded.
+as its last response is done, while others are still decoded. Of several processes each samples and
+judges the prompts of its own rows; what they tell each other (`rl.told`) makes filter, metrics and the
+choice of the batch those of a single process.
 Other environments (many turns) give the trainer the same `Collected`.
 """
 
@@ -12,11 +14,13 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 import numpy as np
 from jaxtyping import Bool, Float32
 
@@ -28,10 +32,13 @@ from evisrag_jax.rl import scopes
 from evisrag_jax.rl.advantages import occurrence_ids
 from evisrag_jax.rl.config import MAX_TRIES, RLConfig
 from evisrag_jax.rl.filter import filter_groups
+from evisrag_jax.rl.told import Judged, Told, rebuild, rollout_metrics, tell
 from evisrag_jax.rollout.engine import Engine
 from evisrag_jax.rollout.requests import Completion, Request
 from evisrag_jax.rollout.sampling import SamplingConfig
+from evisrag_jax.runtime.processes import gather
 from evisrag_jax.runtime.timeline import Span
+from evisrag_jax.runtime.watchdog import beat
 from evisrag_jax.training.batching import Bucket, Prepared, make_group_batch, with_features
 from evisrag_jax.training.feature_cache import FeatureCache
 from evisrag_jax.training.forward import GroupBatch
@@ -39,10 +46,12 @@ from evisrag_jax.training.forward import GroupBatch
 
 @dataclass
 class Collected:
-    """One step's groups on the host; arrays have P rows, those beyond the kept groups are empty.
+    """One step's groups on the host; arrays have this process's rows of the batch (P of one process),
+    those beyond the kept groups are empty.
 
     groups, sampled, rewards, masks, valid, trained: see `update.RLBatch`.  metrics: scalars of the
-    rollout.  rows: rollout rows for the run folder (`reporting`).  spans: phases and when they were.
+    rollout, of all processes.  rows: rollout rows for the run folder (`reporting`), of what this process
+    sampled.  places: their rows in the whole batch.  spans: phases and when they were.
     """
 
     groups: GroupBatch
@@ -53,23 +62,8 @@ class Collected:
     trained: Bool[np.ndarray, "P G"]
     metrics: dict[str, float]
     rows: list[dict[str, Any]]
+    places: list[int]
     spans: list[Span] = field(default_factory=list)
-
-
-@dataclass
-class Judged:
-    """A prompt with its completions, their channel values, scope masks, and which tags were found."""
-
-    item: Prepared
-    completions: list[Completion]
-    rewards: list[dict[str, float]]
-    masks: Bool[np.ndarray, "G C T"]
-    found: list[dict[str, bool]]
-
-    @property
-    def valid(self) -> list[bool]:
-        """The completions that exist: their logits were finite to the end."""
-        return [done.finish != "error" for done in self.completions]
 
 
 class Collector:
@@ -109,44 +103,61 @@ class Collector:
         self.scope_mode = "code" if rl.reward.mode == "code" else "paper"
         self.tag_ids = scopes.encode_tags(encode) if rl.scope_match == "token_ids" else None
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="reward")
+        self.own = rl.prompts // jax.process_count()  # rows of this process
+        self.first = self.own * jax.process_index()
 
     def __call__(self, params: Any, step: int) -> Collected:
         """Rollouts of step `step` (counted from 1) under `params`."""
-        kept: list[Judged] = []
-        seen: list[Judged] = []
+        P = self.rl.prompts
+        sampled: list[list[Judged]] = []  # of this process, by round
+        told: list[Told] = []
+        kept: list[tuple[int, int]] = []  # (round, row)
         spans: list[Span] = []
         if self.features is not None:
             with span("encode", spans):
                 self.features.take(params)
-        dropped: dict[str, int] = {}
-        groups, rounds = None, 0
-        while len(kept) < self.rl.prompts and rounds < self.rl.tries:
-            rounds += 1
-            judging = self._round(params, step * MAX_TRIES + rounds - 1, spans)
-            if (
-                self.rl.filter is None and not kept and len(judging) == self.rl.prompts
-            ):  # all will be kept
+        reasons: Counter[str] = Counter()
+        groups = None
+        while len(kept) < P and len(told) < self.rl.tries:
+            beat(f"step {step}: rollout {len(told) + 1}")
+            judging = self._round(params, step * MAX_TRIES + len(told), spans)
+            if self.rl.filter is None and not kept and len(judging) == self.own:  # all will be kept
                 with span("prepare", spans):
                     groups = self._groups([(item, done) for item, done, _ in judging])
             judged, times = zip(*(future.result() for _, _, future in judging), strict=True)
             spans.append(("reward", min(b for b, _ in times), max(e for _, e in times)))
-            seen += judged
-            keep, reasons = self._filter(judged)
-            kept += [group for group, ok in zip(judged, keep, strict=True) if ok]
-            for reason in reasons:
-                dropped[reason] = dropped.get(reason, 0) + 1
-        kept = kept[: self.rl.prompts]
-        metrics = self._metrics(seen) | {
+            beat(f"step {step}: rewards {len(told) + 1}")
+            sampled.append(list(judged))
+            told.append(tell(judged, self.rl, moves=self.rl.filter is not None))
+            keep, dropped = self._filter(told[-1])
+            kept += [(len(told) - 1, row) for row, ok in enumerate(keep) if ok]
+            reasons.update(dropped)
+        kept = kept[:P]
+        metrics = rollout_metrics(told, self.rl) | {
             "filter/kept": float(len(kept)),
-            "filter/groups": float(len(seen)),
-            "filter/rounds": float(rounds),
-            **{f"filter/dropped_{name}": float(n) for name, n in sorted(dropped.items())},
+            "filter/groups": float(sum(len(one.length) for one in told)),
+            "filter/rounds": float(len(told)),
+            **{f"filter/dropped_{name}": float(n) for name, n in sorted(reasons.items())},
         }
         with span("prepare", spans):
-            shown = kept or seen[:1]
+            mine = [
+                self._group(sampled, told, *place)
+                for place in kept[self.first : self.first + self.own]
+            ]
+            shown = mine or [sampled[0][0]]
             if groups is None:
                 groups = self._groups([(group.item, group.completions) for group in shown])
-            return self._arrays(groups, shown, bool(kept), metrics, spans, step)
+            return self._arrays(groups, shown, bool(mine), metrics, spans, step)
+
+    def _group(
+        self, sampled: Sequence[Sequence[Judged]], told: Sequence[Told], turn: int, row: int
+    ) -> Judged:
+        """A kept group: this process's own, or rebuilt from what another one told."""
+        first = len(sampled[turn]) * jax.process_index()
+        if first <= row < first + len(sampled[turn]):
+            return sampled[turn][row - first]
+        record = self.stream.record(int(told[turn].position[row]))
+        return rebuild(self.stream.prepare(record), told[turn], row, self.rl)
 
     def close(self) -> None:
         """Ends the reward threads."""
@@ -156,18 +167,20 @@ class Collector:
         self, params: Any, fold: int, spans: list[Span]
     ) -> list[tuple[Prepared, list[Completion], Future[tuple[Judged, tuple[float, float]]]]]:
         """P prompts sampled, and being judged; `fold` is the step number of their random keys."""
-        items = [example.item for example in next(self.stream)]
+        examples = next(self.stream)
+        items = [example.item for example in examples]
         if self.features is not None:
             with span("encode", spans):
                 items = with_features(items, self.features)
-        ids = occurrence_ids([item.id for item in items])
+        ids = self._ids(examples)
         requests = [
             Request(i, x.prompt, x.pages, x.features) for i, x in zip(ids, items, strict=True)
         ]
         futures: dict[int, Future[tuple[Judged, tuple[float, float]]]] = {}
 
         def judge(index: int, completions: list[Completion]) -> None:
-            futures[index] = self._threads.submit(self._judge, items[index], completions)
+            position = examples[index].position
+            futures[index] = self._threads.submit(self._judge, items[index], completions, position)
 
         begin = time.perf_counter()
         groups = self.engine.generate(
@@ -185,8 +198,19 @@ class Collector:
             begin += seconds
         return [(item, groups[i], futures[i]) for i, item in enumerate(items)]
 
+    def _ids(self, examples: Sequence[Any]) -> list[str]:
+        """Ids of the requests, told apart where a record stands twice in the batch of all processes."""
+        count = jax.process_count()
+        if count == 1:
+            return occurrence_ids([example.item.id for example in examples])
+        own = np.array([example.position for example in examples], np.int32)
+        positions = gather(own).reshape(-1).tolist()
+        ids = occurrence_ids([self.stream.record(position).id for position in positions])
+        first = len(examples) * jax.process_index()
+        return ids[first : first + len(examples)]
+
     def _judge(
-        self, item: Prepared, completions: list[Completion]
+        self, item: Prepared, completions: list[Completion], position: int
     ) -> tuple[Judged, tuple[float, float]]:
         """The judged group, and when that was done."""
         begin = time.perf_counter()
@@ -207,7 +231,7 @@ class Collector:
             )
             masks.append(mask)
             found.append(tags)
-        judged = Judged(item, completions, rewards, np.stack(masks), found)
+        judged = Judged(item, completions, rewards, np.stack(masks), found, position)
         return judged, (begin, time.perf_counter())
 
     def _groups(self, groups: Sequence[tuple[Prepared, list[Completion]]]) -> GroupBatch:
@@ -220,34 +244,15 @@ class Collector:
                 responses=[[c.ids.tolist() for c in group] for group in completions],
                 layout=self.engine.layout,
                 features=self.features,
+                prompts=self.own,
             )
         )
 
-    def _filter(self, judged: Sequence[Judged]) -> tuple[list[bool], list[str]]:
+    def _filter(self, told: Told) -> tuple[list[bool], list[str]]:
         if self.rl.filter is None:
-            return [True] * len(judged), []
-        rewards = np.array([[list(r.values()) for r in g.rewards] for g in judged], np.float64)
-        valid = np.array([group.valid for group in judged])
-        result = filter_groups(rewards, valid, self.rl.filter)
+            return [True] * len(told.length), []
+        result = filter_groups(told.rewards.astype(np.float64), told.valid, self.rl.filter)
         return result.keep.tolist(), [reason for reason in result.reasons if reason]
-
-    def _metrics(self, judged: Sequence[Judged]) -> dict[str, float]:
-        """Means over everything sampled, before filter and masks."""
-        done = [c for group in judged for c in group.completions]
-        rewards = [r for group in judged for r in group.rewards]
-        names = self.rl.reward.channels
-        spread = [np.ptp([sum(r.values()) for r in g.rewards]) for g in judged]
-        return {
-            **{f"reward/{n}": float(np.mean([r[n] for r in rewards])) for n in names},
-            "reward/overall": float(np.mean([sum(r.values()) for r in rewards])),
-            "reward/group_spread": float(np.mean(spread)),
-            "rollout/length_mean": float(np.mean([c.length for c in done])),
-            "rollout/length_max": float(max(c.length for c in done)),
-            "rollout/clipped_ratio": float(np.mean([c.finish == "length" for c in done])),
-            "rollout/failed": float(sum(c.finish == "error" for c in done)),
-            "rollout/degenerate": float(np.mean([c.degenerate for c in done])),
-            **scopes.found_rates([f for group in judged for f in group.found]),
-        }
 
     def _arrays(
         self,
@@ -258,8 +263,8 @@ class Collector:
         spans: list[Span],
         step: int,
     ) -> Collected:
-        """The batch of the kept groups; without any, of one group that takes no part."""
-        P, G, T = self.rl.prompts, self.rl.group, self.rl.max_tokens
+        """This process's rows of the batch; where it has none, one group that takes no part."""
+        P, G, T = self.own, self.rl.group, self.rl.max_tokens
         names = self.rl.reward.channels
         sampled = np.zeros((P, G, T), np.float32)
         rewards = np.zeros((P, G, len(names)), np.float32)
@@ -271,9 +276,14 @@ class Collector:
                 sampled[p, g, : done.length] = done.logp
                 rewards[p, g] = [score[name] for name in names]
                 trained[p, g] = not (self.rl.mask_truncated and done.finish == "length")
-        rows = [rollout_row(step, group) for group in kept]
+        # What another process sampled is in that one's memory only.
+        here = [p for p, group in enumerate(kept) if group.found]
+        rows = [rollout_row(step, kept[p]) for p in here]
+        places = [self.first + p for p in here]
         trained &= valid
-        return Collected(groups, sampled, rewards, masks, valid, trained, metrics, rows, spans)
+        return Collected(
+            groups, sampled, rewards, masks, valid, trained, metrics, rows, places, spans
+        )
 
 
 @contextlib.contextmanager

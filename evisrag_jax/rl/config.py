@@ -103,12 +103,14 @@ class RLRunConfig:
 
     images, windows, tokens, prompt_length: the batch's static sizes (pages a prompt, windows and
     merged tokens a page, prompt tokens); P, G and T are those of `rl`.  steps: rollouts, 0 for
-    `epochs` passes over the data.  slots: responses decoded at once, 0 for all of a step; fewer take
-    less memory and change no token.  remat, chunk: see `update.UpdateConfig`.  save_every, log_every:
-    in steps.  eval_every, eval_limit: validation on `data.validation`, in steps and questions (0 =
-    all).  keep: checkpoints kept beside the best.  rollouts_every, rollout_rows: rollouts/ keeps so
-    many prompts of the first, of every so many-th and of the last step.  export: write RUN/model at
-    the end, in export_dtype.
+    `epochs` passes over the data.  slots: responses decoded at once by a process, 0 for all of its
+    step; fewer take less memory and change no token.  rollout_tensor: devices that a sampling copy of
+    the parameters is split over, 0 for as many as the mesh's tensor axis.  stuck_after: seconds without
+    progress, compiles included, after which the job ends (exit code 75); 0 for never.  remat, chunk: see
+    `update.UpdateConfig`.  save_every, log_every: in steps.  eval_every, eval_limit: validation on
+    `data.validation`, in steps and questions (0 = all).  keep: checkpoints kept beside the best.
+    rollouts_every, rollout_rows: rollouts/ keeps so many prompts of the first, of every so many-th and
+    of the last step.  export: write RUN/model at the end, in export_dtype.
     """
 
     model: ModelSource
@@ -121,7 +123,9 @@ class RLRunConfig:
     steps: int = 0
     epochs: float = 1.0
     mesh: MeshShape = field(default_factory=MeshShape)
+    rollout_tensor: int = 0
     slots: int = 0
+    stuck_after: int = 3600
     seed: int = 0
     remat: str = "full"
     chunk: int = 2048
@@ -137,7 +141,8 @@ class RLRunConfig:
     export_dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
-        for name in ("steps", "slots", "save_every", "eval_every", "eval_limit", "rollout_rows"):
+        names = ("steps", "slots", "save_every", "eval_every", "eval_limit", "rollout_rows")
+        for name in (*names, "rollout_tensor", "stuck_after"):
             if getattr(self, name) < 0:
                 raise RLConfigError(f"{name}={getattr(self, name)} must not be negative")
         for name in ("chunk", "log_every", "keep", "rollouts_every"):

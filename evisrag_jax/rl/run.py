@@ -32,14 +32,15 @@ from evisrag_jax.rollout.buckets import Bucket as RolloutBucket
 from evisrag_jax.rollout.buckets import BucketTable
 from evisrag_jax.rollout.engine import Engine
 from evisrag_jax.runtime import mesh as meshes
+from evisrag_jax.runtime import processes
 from evisrag_jax.runtime.checkpoints import Checkpoints
-from evisrag_jax.runtime.json_files import write_json
 from evisrag_jax.runtime.precision import default_precision, parse_dtype
-from evisrag_jax.runtime.run_folder import RunFolder, versions
+from evisrag_jax.runtime.run_folder import RunFolder
 from evisrag_jax.training.batching import Limits, check_divides, prepare, put_batch
 from evisrag_jax.training.export import export
 from evisrag_jax.training.feature_cache import for_run as features_for
-from evisrag_jax.training.loop import FitResult
+from evisrag_jax.training.layout import SamplingLayout
+from evisrag_jax.training.loop import FitResult, start_folder
 from evisrag_jax.training.optimiser import for_run, make_optimiser
 from evisrag_jax.training.page_cache import PageCache
 from evisrag_jax.training.pretrained import load_pretrained
@@ -52,6 +53,7 @@ MAY_DIFFER = (
     *("data.threads", "data.ahead", "data.cache_mb", "data.feature_cache_mb"),
     *("data.feature_cache_dir", "save_every", "log_every", "keep"),
     *("tensorboard", "export", "export_dtype", "rollouts_every", "rollout_rows"),
+    *("mesh", "rollout_tensor", "slots", "stuck_after"),
 )
 
 
@@ -102,6 +104,8 @@ class RLRun:
         self.settings = UpdateConfig(self.rl, compute, config.remat, config.chunk)
         state = init_state(self.pretrained.params, optim, make_optimiser(optim))
         self.state = place(state, state_shardings(self.model, self.mesh, state))
+        with _setting("rollout_tensor"):
+            self.layout = SamplingLayout(self.model, self.mesh, config.rollout_tensor)
         with _setting("slots"):
             self.engine = self._engine()
         b = config.bucket
@@ -113,7 +117,7 @@ class RLRun:
                 state.trainable,
                 config.data,
                 dtype=compute,
-                mesh=self.mesh,
+                mesh=self.layout.mesh,
             )
 
     def _read(self, resumed: bool) -> list[Record]:
@@ -146,9 +150,10 @@ class RLRun:
         return usable
 
     def _engine(self) -> Engine:
-        b = self.config.bucket
+        b, mesh = self.config.bucket, self.layout.mesh
+        own, devices = b.prompts // jax.process_count(), mesh.shape["data"]
         shape = RolloutBucket(
-            prompts=b.prompts,
+            prompts=-(-own // devices) * devices,
             images=b.images,
             windows=b.windows,
             tokens=b.tokens,
@@ -162,13 +167,14 @@ class RLRun:
             BucketTable((shape,)),
             stop_ids=self.pretrained.stop_ids,
             layout=self.pretrained.layout,
-            mesh=self.mesh,
+            mesh=mesh,
             slots=self.config.slots or None,
         )
 
     def stream(self) -> RecordStream:
-        """Endless shuffled lists of P prepared records."""
-        data = self.config.data
+        """Endless shuffled lists of this process's prepared records, P over all processes."""
+        data, count = self.config.data, jax.process_count()
+        own = self.rl.prompts // count
         return RecordStream(
             self.records,
             partial(
@@ -184,10 +190,14 @@ class RLRun:
                 system=data.system or None,
                 exif_transpose=data.exif_transpose,
             ),
-            self.rl.prompts,
+            own,
             seed=self.config.seed,
-            read=ReadSettings(data.threads, max(data.ahead, data.threads, self.rl.prompts)),
-            rejected=Rejected(self.folder.rejected),
+            lanes=self.rl.prompts,
+            process_index=jax.process_index(),
+            process_count=count,
+            gather=processes.gather,
+            read=ReadSettings(data.threads, max(data.ahead, data.threads, own)),
+            rejected=Rejected(self.folder.rejected_by(jax.process_index())),
         )
 
     def counters(self) -> dict[str, float]:
@@ -223,6 +233,7 @@ class RLRun:
                 mesh=self.mesh,
                 steps=self.steps,
                 checkpoints=checkpoints,
+                layout=self.layout,
                 data=stream,
                 validate=validate,
                 counters=self.counters,
@@ -233,6 +244,7 @@ class RLRun:
                 eval_every=config.eval_every,
                 best_metric=None if validate is None else "eval/accuracy",
                 tensorboard=config.tensorboard,
+                stuck_after=config.stuck_after,
                 name="rl",
                 **settings,
             )
@@ -258,15 +270,12 @@ def train(
     Raises:
         RunFolderError: the folder holds a run of another config; lists the differences.
     """
-    with RunFolder(out) as folder:
-        resumed = folder.metrics.exists() and folder.metrics.stat().st_size > 0
-        if not resumed:
-            folder.rejected.unlink(missing_ok=True)
+    with RunFolder(out, writes=processes.is_primary()) as folder:
         facts = {"devices": [str(device) for device in jax.devices()], **(facts or {})}
-        folder.start(config, resume=resumed, may_differ=MAY_DIFFER, **facts)
+        resumed = start_folder(folder, config, MAY_DIFFER, facts)
         run = RLRun(config, folder, resumed=resumed)
         budget = dataclasses.asdict(run.pretrained.budget)
-        write_json(folder.versions, versions(**facts, pixel_budget=budget))
+        folder.write_versions(**facts, pixel_budget=budget)
         identity = {
             "kind": "rl",
             "model": run.model,

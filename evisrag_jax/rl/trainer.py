@@ -36,7 +36,9 @@ from evisrag_jax.runtime import mesh as meshes
 from evisrag_jax.runtime.checkpoints import Checkpoints
 from evisrag_jax.runtime.run_folder import RunFolder
 from evisrag_jax.runtime.timeline import StepTimeline
+from evisrag_jax.runtime.watchdog import beat
 from evisrag_jax.training.batching import put_batch
+from evisrag_jax.training.layout import SamplingLayout
 from evisrag_jax.training.loop import FitResult, fit
 from evisrag_jax.training.state import TrainState, state_shardings
 
@@ -58,6 +60,7 @@ def fit_rl(
     mesh: Mesh,
     steps: int,
     checkpoints: Checkpoints,
+    layout: SamplingLayout | None = None,
     data: Any = None,
     validate: Callable[[Any, int], Mapping[str, Any]] | None = None,
     rollouts_every: int = 1,
@@ -69,6 +72,7 @@ def fit_rl(
     Args:
         collect: (nested parameters, k) → the groups of step k; draws from `data` where that is given.
             The parameters are in the compute dtype and gone after the call.
+        layout: where those parameters lie; None for as in training.
         data: the stream behind `collect`, whose place is saved with the state.
         validate: (nested parameters, k) → metrics; its parameters are as those of `collect`.
         rollouts_every, rollout_rows: rollouts/ gets so many prompts of the first, of every so many-th
@@ -79,16 +83,24 @@ def fit_rl(
     shardings = state_shardings(model, mesh, state)
     update = compile_update(model, settings, mesh, shardings)
     old_log_probs = compile_old_log_probs(model, settings, mesh, shardings)
-    sampler = compile_params(settings, shardings)
+    sampler = compile_params(settings, shardings, layout)
     advantages = jax.jit(
-        partial(logged_advantages, rl=rl), in_shardings=meshes.batch_sharding(mesh)
+        partial(logged_advantages, rl=rl),
+        in_shardings=meshes.batch_sharding(mesh),
+        out_shardings=meshes.replicated(mesh),
     )
     watch, timeline = Watch(), StepTimeline(run)
 
     def step_fn(state: TrainState, _: Any, k: int) -> tuple[TrainState, dict[str, Any]]:
         timeline.start(k)
-        got = collect(sampler(state), k)
+        with timeline.phase("reshard"):
+            params = sampler(state)
+            if layout is not None and not layout.same:
+                params = jax.block_until_ready(params)
+        got = collect(params, k)
+        del params  # or the sampler's copy would stay through the update
         timeline.add(got.spans)
+        beat(f"step {k}: update")
         with timeline.phase("prepare"):
             batch = put_batch(host_batch(got), mesh)
         if rl.updates > 1:
@@ -104,7 +116,7 @@ def fit_rl(
                 rows.append(metrics)
             if writes:  # while the device works
                 with timeline.phase("write"):
-                    named = with_advantages(got.rows, jax.device_get(shown), rl)
+                    named = with_advantages(got.rows, jax.device_get(shown)[got.places], rl)
                     run.write_rollouts(k, named[:rollout_rows])
             metrics = over_updates(jax.device_get(rows))
         watch(got.metrics, metrics, k)

@@ -32,6 +32,7 @@ from evisrag_jax.training.forward import (
     response_mask,
     score_responses,
 )
+from evisrag_jax.training.layout import SamplingLayout
 from evisrag_jax.training.optimiser import (
     gradient_norm,
     learning_rate,
@@ -244,19 +245,25 @@ def compile_old_log_probs(
     )
 
 
-def compile_params(settings: UpdateConfig, shardings: TrainState):
-    """`compute_params` under jit; where every parameter has the compute dtype nothing is copied
-    (the arrays are then the state's own, which the next update gives away)."""
+def compile_params(
+    settings: UpdateConfig, shardings: TrainState, layout: SamplingLayout | None = None
+):
+    """`compute_params` under jit, in the sampler's layout. Where training has that layout and every
+    parameter the compute dtype nothing is copied (the arrays are then the state's own, which the next
+    update gives away)."""
+    same = layout is None or layout.same
+    whole = full_params(shardings.trainable, shardings.frozen)
     cast = jax.jit(
         partial(compute_params, settings=settings),
         in_shardings=(shardings.trainable, shardings.frozen),
-        out_shardings=full_params(shardings.trainable, shardings.frozen),
+        out_shardings=whole if same else layout.wide,
     )
 
     def params(state: TrainState) -> dict[str, Any]:
         leaves = [*state.trainable.values(), *state.frozen.values()]
-        if all(leaf.dtype == jnp.dtype(settings.compute) for leaf in leaves):
+        if same and all(leaf.dtype == jnp.dtype(settings.compute) for leaf in leaves):
             return full_params(state.trainable, state.frozen)
-        return cast(state.trainable, state.frozen)
+        copy = cast(state.trainable, state.frozen)
+        return copy if same else layout.take(copy)
 
     return params

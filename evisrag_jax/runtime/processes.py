@@ -202,7 +202,7 @@ def any_process(flag: bool) -> bool:
     return bool(flag) if jax.process_count() == 1 else bool(gather(np.bool_(flag)).any())
 
 
-def from_primary(work: Callable[[], Any], what: str, seconds: float = START_SECONDS) -> Any:
+def from_primary(work: Callable[[], Any], what: str, seconds: float | int = START_SECONDS) -> Any:
     """What `work` gives in process 0, where alone it runs, as plain JSON; the others wait for it.
 
     Raises what `work` raises there, and ProcessError with its message in the others.
@@ -229,7 +229,7 @@ def from_primary(work: Callable[[], Any], what: str, seconds: float = START_SECO
     return found["answer"]
 
 
-def barrier(name: str, seconds: float = START_SECONDS) -> None:
+def barrier(name: str, seconds: float | int = START_SECONDS) -> None:
     """Waits until every process is here. ProcessError, naming the barrier, when one does not come."""
     if jax.process_count() == 1:
         return

@@ -79,10 +79,16 @@ class RunFolder:
     """One run's folder; opening it creates what is missing and changes nothing else.
 
     Row files are opened at their first row and closed by ``close`` (or the ``with`` block).
+
+    Args:
+        path: the folder.
+        writes: False for all but one of the processes of a run: what they are told to write is left to
+            that one.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, writes: bool = True) -> None:
         self.path = Path(path)
+        self.writes = writes
         if self.path.exists() and not self.path.is_dir():
             raise RunFolderError(f"{self.path}: is a file, a run needs a folder")
         self.path.mkdir(parents=True, exist_ok=True)
@@ -139,8 +145,18 @@ class RunFolder:
             raise RunFolderError(
                 f"{self.path}: already holds a run; resume it, or choose another folder"
             )
-        write_json(self.config, given)
-        write_json(self.versions, versions(**version_facts))
+        if self.writes:
+            write_json(self.config, given)
+        self.write_versions(**version_facts)
+
+    def write_versions(self, **facts: Any) -> None:
+        """Write versions.json."""
+        if self.writes:
+            write_json(self.versions, versions(**facts))
+
+    def rejected_by(self, process: int) -> Path:
+        """The file of records that a process refused: rejected.jsonl of process 0."""
+        return self.rejected if process == 0 else self.path / f"rejected-{process}.jsonl"
 
     def read_config(self) -> dict[str, Any]:
         """The resolved config of the run. RunFolderError when the folder holds none."""
@@ -150,12 +166,15 @@ class RunFolder:
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json."""
-        write_json(self.summary, summary)
+        if self.writes:
+            write_json(self.summary, summary)
 
     # Row files.
 
     def append(self, path: Path, row: Mapping[str, Any]) -> None:
         """Append one row to a JSONL file of this folder; flushed when this returns."""
+        if not self.writes:
+            return
         if path not in self._writers:
             self._writers[path] = JsonlWriter(path)
         self._writers[path].write(row)
@@ -185,7 +204,8 @@ class RunFolder:
 
     def write_rollouts(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         """Write the sampled rollouts of a step (one row a prompt), atomically."""
-        write_jsonl(self.rollout_path(step), rows)
+        if self.writes:
+            write_jsonl(self.rollout_path(step), rows)
 
     def rollout_steps(self) -> list[int]:
         """Steps that have rollouts, ascending."""
@@ -205,6 +225,8 @@ class RunFolder:
 
         Rows without a step (records rejected before the first one) stay.
         """
+        if not self.writes:
+            return
         for path in (self.metrics, self.timeline, self.rejected):
             self._truncate(path, step)
         for late in self.rollout_steps():
@@ -214,7 +236,7 @@ class RunFolder:
     def _truncate(self, path: Path, step: int) -> int:
         if path in self._writers:
             self._writers.pop(path).close()
-        if not path.exists():
+        if not path.exists() or not self.writes:
             return 0
         return filter_jsonl(path, lambda row: row.get("step", step) <= step)[1]
 

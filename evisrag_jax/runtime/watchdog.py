@@ -33,7 +33,7 @@ class Watchdog:
         end: called with the message; by default it prints it and exits with EXIT_STUCK at once.
     """
 
-    def __init__(self, seconds: float, end: Callable[[str], None] | None = None):
+    def __init__(self, seconds: float | int, end: Callable[[str], None] | None = None):
         self.seconds = seconds
         self._end = end or _exit
         self._last = ("start", time.monotonic())
@@ -84,7 +84,7 @@ def _exit(message: str) -> None:
 
 
 @contextlib.contextmanager
-def watching(seconds: float) -> Iterator[None]:
+def watching(seconds: float | int) -> Iterator[None]:
     """A watchdog for the block, fed by `beat`; 0 seconds: none."""
     global _running
     if not seconds:

@@ -42,7 +42,8 @@ class SFTConfig:
     micro: prompts a slice of gradient accumulation, 0 for the whole batch; never changes a result.
     steps: updates, 0 for `epochs` passes over the data.  warmup_ratio: share of the steps, where
     optim.warmup_steps is 0.  remat: what the backward pass computes again (`models.remat`).  chunk:
-    response positions whose logits are held at once.  save_every, log_every, eval_every: in updates.
+    response positions whose logits are held at once.  stuck_after: seconds without progress, compiles
+    included, after which the job ends (exit code 75); 0 for never.  save_every, log_every, eval_every: in updates.
     keep: checkpoints kept beside the best.  export: write RUN/model at the end, in export_dtype.
     """
 
@@ -56,6 +57,7 @@ class SFTConfig:
     warmup_ratio: float = 0.0
     optim: OptimConfig = field(default_factory=OptimConfig)
     mesh: MeshShape = field(default_factory=MeshShape)
+    stuck_after: int = 3600
     seed: int = 0
     remat: str = "full"
     chunk: int = 2048
@@ -80,9 +82,10 @@ class SFTConfig:
                 f"chunk={self.chunk}, keep={self.keep} and log_every={self.log_every} must be at "
                 "least 1"
             )
-        if min(self.save_every, self.eval_every) < 0:
+        if min(self.save_every, self.eval_every, self.stuck_after) < 0:
             raise SFTConfigError(
-                f"save_every={self.save_every} and eval_every={self.eval_every} must not be negative"
+                f"save_every={self.save_every}, eval_every={self.eval_every} and stuck_after="
+                f"{self.stuck_after} must not be negative"
             )
         parse_dtype(self.export_dtype, field="export_dtype")
         check_remat(self.remat)

@@ -9,7 +9,7 @@ never stopped; with another config it is refused.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from evisrag_jax.models.attention_check import start_up_check
 from evisrag_jax.prompts.template import load_template
 from evisrag_jax.prompts.tokenizer import SpecialIds
 from evisrag_jax.runtime import mesh as meshes
+from evisrag_jax.runtime import processes
 from evisrag_jax.runtime.checkpoints import Checkpoints
 from evisrag_jax.runtime.precision import default_precision, parse_dtype
 from evisrag_jax.runtime.run_folder import RunFolder
@@ -43,7 +44,8 @@ from evisrag_jax.training.batching import (
 )
 from evisrag_jax.training.export import export
 from evisrag_jax.training.feature_cache import for_run as features_for
-from evisrag_jax.training.loop import FitResult, fit
+from evisrag_jax.training.layout import SamplingLayout
+from evisrag_jax.training.loop import FitResult, fit, start_folder
 from evisrag_jax.training.optimiser import for_run, make_optimiser
 from evisrag_jax.training.page_cache import PageCache
 from evisrag_jax.training.pretrained import load_pretrained
@@ -59,7 +61,7 @@ from evisrag_jax.training.state import (
 MAY_DIFFER = (
     *("data.threads", "data.ahead", "data.cache_mb", "data.feature_cache_mb"),
     *("data.feature_cache_dir", "save_every", "log_every", "keep"),
-    *("tensorboard", "export", "export_dtype"),
+    *("tensorboard", "export", "export_dtype", "mesh", "stuck_after"),
 )
 
 
@@ -82,6 +84,7 @@ class SFTRun:
         self._held_out: tuple[list[Record], Targets] | None = None
         self.mesh = meshes.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
         check_divides(config.batch, self.mesh)
+        self.own = config.batch // jax.process_count()  # rows of this process
         self.records, self.targets = self._read(config.data.path, None if resumed else folder)
         self.pretrained = load_pretrained(
             config.model.path,
@@ -110,6 +113,7 @@ class SFTRun:
         self.shardings = state_shardings(self.model, self.mesh, state)
         self.trains = sorted(state.trainable)
         self.state: TrainState | None = place(state, self.shardings)
+        self.layout = SamplingLayout(self.model, self.mesh)
         # From here on the state alone holds the parameters: an update may give their buffers away.
         self.pretrained = dataclasses.replace(self.pretrained, params=None)
         try:
@@ -120,7 +124,7 @@ class SFTRun:
                 state.trainable,
                 config.data,
                 dtype=self.settings.compute,
-                mesh=self.mesh,
+                mesh=self.layout.mesh,
             )
         except OSError as error:
             raise SFTConfigError(f"data.feature_cache_dir: {error}") from error
@@ -155,7 +159,10 @@ class SFTRun:
         self, records: Sequence[Record], targets: Targets, *, training: bool = True
     ) -> RecordStream:
         """Batches of prepared records: endless and shuffled, or once in file order."""
-        data = self.config.data
+        data, index, count = self.config.data, jax.process_index(), jax.process_count()
+        share = {"process_index": index, "process_count": count, "lanes": self.config.batch}
+        if not training:  # a finite stream is of one process: each gets records of its own
+            share, records = {}, records[index::count]
         return RecordStream(
             records,
             partial(
@@ -172,30 +179,39 @@ class SFTRun:
                 system=data.system or None,
                 exif_transpose=data.exif_transpose,
             ),
-            self.config.batch,
+            self.own,
             seed=self.config.seed,
             epochs=None if training else 1,
             shuffle=training,
-            read=ReadSettings(data.threads, max(data.ahead, data.threads, self.config.batch)),
-            rejected=Rejected(self.folder.rejected) if training else None,
+            **share,
+            gather=processes.gather,
+            read=ReadSettings(data.threads, max(data.ahead, data.threads, self.own)),
+            rejected=Rejected(self.folder.rejected_by(index)) if training else None,
         )
 
-    def batches(self, stream: Iterator[list[Example]]) -> Iterator[Any]:
-        """Host batches of a stream."""
-        for examples in stream:
-            yield self.host_batch(examples)
-
     def host_batch(self, examples: Sequence[Example]) -> Any:
-        """The numpy batch of a list of examples."""
+        """The numpy batch of a list of examples: this process's rows of it, in the shape that holds those
+        of all processes."""
         items = [example.item for example in examples]
         return make_group_batch(
-            items, self.config.shapes, layout=self.pretrained.layout, features=self.features
+            items,
+            self.config.shapes,
+            layout=self.pretrained.layout,
+            features=self.features,
+            prompts=self.own,
+            agree=_largest if jax.process_count() > 1 else None,
+            pad_id=SpecialIds.from_tokenizer(self.pretrained.tokenizer).endoftext,
         )
 
     def load_features(self, state: TrainState) -> None:
         """Gives the feature cache its tower, once a run."""
-        if self.features is not None:
-            self.features.take(full_params({}, state.frozen))
+        if self.features is None or self.features.loaded:
+            return
+        tower = {"vision": full_params({}, state.frozen)["vision"]}
+        if not self.layout.same:
+            whole = full_params(self.shardings.trainable, self.shardings.frozen)
+            tower = self.layout.reshard(whole, ("vision",))(tower)
+        self.features.take(tower)
 
     def counters(self) -> dict[str, float]:
         """What the caches of this process did so far."""
@@ -209,8 +225,9 @@ class SFTRun:
         """
         pad_id = SpecialIds.from_tokenizer(self.pretrained.tokenizer).endoftext
         for bucket in sorted(self.config.shapes, key=size, reverse=True):
+            own = dataclasses.replace(bucket, prompts=self.own)
             batch = empty_batch(
-                bucket, pad_id=pad_id, layout=self.pretrained.layout, features=self.features
+                own, pad_id=pad_id, layout=self.pretrained.layout, features=self.features
             )
             state, _ = self.update(state, put_batch(batch, self.mesh))
         return state
@@ -238,7 +255,7 @@ class SFTRun:
         return state, {
             **metrics,
             **timeline.finish(),
-            "batch/records": float(len(examples)),
+            "batch/records": float(len(examples) * jax.process_count()),
             "batch/response_fill": trained_tokens(batch) / shape,
             "batch/prompt_fill": float(np.mean(batch.prompt.lengths))
             / batch.prompt.tokens.shape[1],
@@ -249,9 +266,17 @@ class SFTRun:
         self.load_features(state)
         if self._held_out is None:
             self._held_out = self._read(self.config.data.validation, None)
+            if len(self._held_out[0]) < jax.process_count():
+                raise SFTConfigError(
+                    f"{self.config.data.validation}: {len(self._held_out[0])} records are fewer than the "
+                    f"{jax.process_count()} processes"
+                )
         stream = self.stream(*self._held_out, training=False)
         totals: dict[str, float] = {}
-        for batch in self.batches(stream):
+        # As many batches as the process with the most records has: all take part in each.
+        share = -(-len(self._held_out[0]) // jax.process_count())
+        for _ in range(-(-share // self.own)):
+            batch = self.host_batch(next(stream, ()))
             sums = jax.device_get(
                 self.loss(state.trainable, state.frozen, put_batch(batch, self.mesh))
             )
@@ -261,7 +286,7 @@ class SFTRun:
         return {
             "eval/loss": totals["nll"] / weight if weight else float("nan"),
             "eval/tokens": weight,
-            "eval/skipped": float(stream.skipped.total()),
+            "eval/skipped": float(np.sum(processes.gather(np.int32(stream.skipped.total())))),
         }
 
     def _take_state(self) -> TrainState:
@@ -290,12 +315,17 @@ class SFTRun:
                 eval_every=config.eval_every or (self.steps if config.data.validation else 0),
                 best_metric="eval/loss" if config.data.validation else None,
                 tensorboard=config.tensorboard,
+                stuck_after=config.stuck_after,
                 name="sft",
                 **settings,
             )
         finally:
             stream.close()
         return result, stream
+
+
+def _largest(needs: np.ndarray) -> np.ndarray:
+    return processes.gather(needs).max(0)
 
 
 def identity(run: SFTRun) -> dict[str, Any]:
@@ -316,17 +346,9 @@ def train(
     Raises:
         RunFolderError: the folder holds a run of another config; lists the differences.
     """
-    with RunFolder(out) as folder:
-        resumed = folder.metrics.exists() and folder.metrics.stat().st_size > 0
-        if not resumed:
-            folder.rejected.unlink(missing_ok=True)
-        folder.start(
-            config,
-            resume=resumed,
-            may_differ=MAY_DIFFER,
-            devices=[str(device) for device in jax.devices()],
-            **(facts or {}),
-        )
+    with RunFolder(out, writes=processes.is_primary()) as folder:
+        facts = {"devices": [str(device) for device in jax.devices()], **(facts or {})}
+        resumed = start_folder(folder, config, MAY_DIFFER, facts)
         run = SFTRun(config, folder, resumed=resumed)
         with Checkpoints(
             folder.checkpoints,

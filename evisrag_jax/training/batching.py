@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Float
+from jaxtyping import Float, Int32
 from transformers import PreTrainedTokenizerFast
 
 from evisrag_jax.data.schema import Record
@@ -62,25 +62,23 @@ class Bucket:
                 f"{self.windows} and {self.tokens}"
             )
 
-    def faults(self, item: Prepared) -> list[tuple[str, int, int]]:
-        """(what, needed, limit) of everything in a prepared record that does not fit."""
-        needs = (
-            ("pages", len(item.pages), self.images),
-            ("windows a page", max((len(p.mask) for p in item.pages), default=0), self.windows),
-            (
-                "tokens a page",
-                max((len(p.merged_index) for p in item.pages), default=0),
-                self.tokens,
-            ),
-            ("prompt tokens", len(item.prompt.ids), self.prompt_length),
-            ("responses", len(item.response_ids or ()), self.group),
-            (
-                "response tokens",
-                max(map(len, item.response_ids or ()), default=0),
-                self.response_length,
-            ),
+    def needs(self, item: Prepared | None) -> list[tuple[str, int, int]]:
+        """(what, needed, limit) of everything that a prepared record takes of a bucket."""
+        pages = () if item is None else item.pages
+        responses = () if item is None else item.response_ids or ()
+        needed = (
+            ("pages", len(pages), self.images),
+            ("windows a page", max((len(p.mask) for p in pages), default=0), self.windows),
+            ("tokens a page", max((len(p.merged_index) for p in pages), default=0), self.tokens),
+            ("prompt tokens", 0 if item is None else len(item.prompt.ids), self.prompt_length),
+            ("responses", len(responses), self.group),
+            ("response tokens", max(map(len, responses), default=0), self.response_length),
         )
-        return [fault for fault in needs if fault[1] > fault[2]]
+        return list(needed)
+
+    def faults(self, item: Prepared) -> list[tuple[str, int, int]]:
+        """What of `needs` is over its limit."""
+        return [need for need in self.needs(item) if need[1] > need[2]]
 
 
 @dataclass(frozen=True)
@@ -209,8 +207,13 @@ def with_features(items: Sequence[Prepared], features: FeatureCache) -> list[Pre
     ]
 
 
-def choose_bucket(items: Sequence[Prepared], buckets: Sequence[Bucket]) -> Bucket:
-    """The first bucket, by size, that holds all items.
+def choose_bucket(
+    items: Sequence[Prepared],
+    buckets: Sequence[Bucket],
+    agree: Callable[[Int32[np.ndarray, " N"]], Int32[np.ndarray, " N"]] | None = None,
+) -> Bucket:
+    """The first bucket, by size, that holds all items; with `agree`, which gives the largest of each
+    number over all processes, the items of all of them.
 
     Raises PromptTooLong (naming record, need and limit of the largest bucket) when a record fits
     none, and ValueError when there are more items than prompts in every bucket or when no single
@@ -219,6 +222,13 @@ def choose_bucket(items: Sequence[Prepared], buckets: Sequence[Bucket]) -> Bucke
     if not buckets:
         raise ValueError("no buckets are configured")
     ordered = sorted(buckets, key=size)
+    if agree is not None:
+        needs = [[need for _, need, _ in ordered[-1].needs(item)] for item in items]
+        largest = agree(np.array(needs or [[0] * 6], np.int32).max(0))
+        limits = [[limit for _, _, limit in bucket.needs(None)] for bucket in ordered]
+        for bucket, limit in zip(ordered, limits, strict=True):
+            if len(items) <= bucket.prompts and (largest <= limit).all():
+                return bucket
     for bucket in ordered:
         if len(items) <= bucket.prompts and not any(bucket.faults(item) for item in items):
             return bucket
@@ -252,6 +262,8 @@ def make_group_batch(
     layout: VisionLayout | None = None,
     features: FeatureCache | None = None,
     prompts: int | None = None,
+    agree: Callable[[Any], Any] | None = None,
+    pad_id: int | None = None,
 ) -> GroupBatch:
     """Numpy arrays of the smallest bucket that holds all items.
 
@@ -265,9 +277,11 @@ def make_group_batch(
         layout: gives the slot and patch sizes of a batch without any page.
         features: the batch holds the pages' features from here, and no patches.
         prompts: take P from here and not from the bucket (the last rows are then empty).
+        agree: see `choose_bucket`.
+        pad_id: of a batch without items.
     Raises: see `choose_bucket`; ValueError for an item without responses.
     """
-    if not items:
+    if not items and pad_id is None:
         raise ValueError("no records to batch")
     if responses is not None:
         if len(responses) != len(items):
@@ -276,10 +290,13 @@ def make_group_batch(
             dataclasses.replace(item, response_ids=tuple(map(tuple, group)))
             for item, group in zip(items, responses, strict=True)
         ]
-    bucket = choose_bucket(items, buckets)
+    bucket = choose_bucket(items, buckets, agree)
     rows = bucket.prompts if prompts is None else prompts
     if len(items) > rows:
         raise ValueError(f"{len(items)} prompts for {rows} rows")
+    if not items:
+        own = dataclasses.replace(bucket, prompts=rows)
+        return empty_batch(own, pad_id=pad_id, layout=layout, features=features)
     tokens = np.full((rows, bucket.group, bucket.response_length), items[0].prompt.pad_id, np.int32)
     lengths = np.zeros((rows, bucket.group), np.int32)
     for p, item in enumerate(items):
@@ -369,11 +386,17 @@ def check_divides(prompts: int, mesh: Mesh) -> None:
             f"({' x '.join(f'{axis}={mesh.shape[axis]}' for axis in meshes.BATCH_AXES)}); "
             "change bucket.prompts or the mesh"
         )
+    if parts % jax.process_count():
+        raise ValueError(
+            f"data x fsdp = {parts} does not divide over {jax.process_count()} processes, each of which "
+            "has rows of its own"
+        )
 
 
 def put_batch(batch: Any, mesh: Mesh) -> Any:
     """A host batch on its devices, prompts split over the mesh's batch axes; None leaves stay None.
 
-    An explicit transfer: it works under a transfer guard on "disallow".
+    Each of several processes gives its own rows. An explicit transfer: it works under a transfer guard
+    on "disallow".
     """
-    return jax.device_put(batch, meshes.batch_sharding(mesh))
+    return meshes.put_rows(batch, meshes.batch_sharding(mesh))

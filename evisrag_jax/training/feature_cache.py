@@ -88,6 +88,11 @@ class FeatureCache:
         self._tower: Any = None
         self._context = ""
 
+    @property
+    def loaded(self) -> bool:
+        """Whether there is a tower."""
+        return self._tower is not None
+
     def take(self, params: Mapping[str, Any]) -> None:
         """`load` the tower of the model's parameters, unless there is one: a frozen tower stays."""
         if self._tower is None:

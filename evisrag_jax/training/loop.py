@@ -14,7 +14,7 @@ import copy
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -29,10 +29,12 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from evisrag_jax.runtime import processes
 from evisrag_jax.runtime.checkpoints import Checkpoints
 from evisrag_jax.runtime.compile_cache import CompileCounter
 from evisrag_jax.runtime.metrics import MetricWriter
 from evisrag_jax.runtime.run_folder import RunFolder
+from evisrag_jax.runtime.watchdog import beat, watching
 from evisrag_jax.training.state import TrainState, from_checkpoint, to_checkpoint
 
 Metrics = Mapping[str, Any]
@@ -90,6 +92,7 @@ def fit(
     wandb: Mapping[str, Any] | None = None,
     progress: bool | None = None,
     shown: tuple[str, ...] = ("loss/total",),
+    stuck_after: int = 0,
     name: str = "train",
 ) -> FitResult:
     """Train to `steps` updates, going on from the latest checkpoint if there is one.
@@ -114,6 +117,7 @@ def fit(
         tensorboard, wandb: further places for metrics.
         progress: a live bar; None shows one on a terminal.
         shown: metrics beside the bar.
+        stuck_after: seconds without progress after which the process ends (`runtime.watchdog`).
         name: what the bar calls this run.
     Raises:
         KeyboardInterrupt: after an interrupt, once the last whole step has been saved. A second
@@ -134,19 +138,27 @@ def fit(
     saved, validated = k, -1
     place = _place(data, extras)
 
-    writer = MetricWriter(run, resume_step=done, tensorboard=tensorboard, wandb=wandb)
+    primary = processes.is_primary()
+    writer = MetricWriter(
+        run,
+        resume_step=done,
+        tensorboard=tensorboard and primary,
+        wandb=wandb if primary else None,
+    )
     bar = _Bar(name, steps, progress, shown)
-    with writer, bar, _interrupts() as interrupted:
+    with writer, bar, _interrupts() as interrupted, watching(stuck_after):
 
         def save() -> None:
             nonlocal saved
             if k > saved:
+                beat(f"step {k}: save")
                 rating = validation.get(best_metric) if best_metric and validated == k else None
                 checkpoints.save(k, to_checkpoint(state), place, metric=rating)
                 saved = k
 
         def check() -> None:
             nonlocal validated
+            beat(f"step {k}: validate")
             validation.clear()
             validation.update(writer.write(k, validate(state, k)))
             validated = k
@@ -156,8 +168,9 @@ def fit(
             check()
         try:
             bar.update(k, validation)
-            while k < steps and not interrupted.is_set():
+            while k < steps and not processes.any_process(interrupted.is_set()):
                 before = time.perf_counter()
+                beat(f"step {k + 1}")
                 try:
                     with jax.transfer_guard("disallow"):
                         state, device_metrics = step_fn(state, data, k + 1)
@@ -174,7 +187,8 @@ def fit(
                     check()
                 if save_every and k % save_every == 0:
                     save()
-            if wants_eval and max(validated, done, 0) < k and not interrupted.is_set():
+            stopped = processes.any_process(interrupted.is_set())
+            if wants_eval and max(validated, done, 0) < k and not stopped:
                 check()
         except KeyboardInterrupt:
             interrupted.set()
@@ -197,20 +211,39 @@ def _restore(
     extras: dict[str, Any],
 ) -> tuple[TrainState, int]:
     """State and step of the latest checkpoint, or (state, -1); forgets what the run wrote later."""
-    latest = checkpoints.latest_step()
+    latest = processes.from_primary(checkpoints.latest_step, "the latest checkpoint")
     if latest is None:
         # A run that died before its first checkpoint starts again from nothing.
         run.truncate(-1)
         if data is not None:
             data.set_state(data.get_state())
+        processes.barrier("start")
         return state, -1
-    found = checkpoints.restore(to_checkpoint(state))
+    found = checkpoints.restore(to_checkpoint(state), latest)
     run.truncate(latest)
     if data is not None:
         data.set_state(found.extra["data"])
     extras.clear()
     extras.update(found.extra["extras"])
+    processes.barrier("restore")
     return from_checkpoint(found.state, state), latest
+
+
+def start_folder(
+    folder: RunFolder, config: Any, may_differ: Sequence[str], facts: Mapping[str, Any]
+) -> bool:
+    """Starts a run folder, new or gone on with, in the one process that writes; whether it held the run
+    already. `facts` go to versions.json. RunFolderError for another config's folder."""
+
+    def start() -> bool:
+        resumed = folder.metrics.exists() and folder.metrics.stat().st_size > 0
+        if not resumed:
+            for path in folder.path.glob("rejected*.jsonl"):
+                path.unlink()
+        folder.start(config, resume=resumed, may_differ=may_differ, **facts)
+        return resumed
+
+    return processes.from_primary(start, "start of the run folder")
 
 
 def _place(data: Data | None, extras: dict[str, Any]) -> dict[str, Any]:
