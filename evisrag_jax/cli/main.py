@@ -116,7 +116,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}?" if near else f"commands: {', '.join(known)}"
         return _fail("", f"no command {name!r}; {hint}", 2)
-    return _run(name, argv[1:])
+    code = _run(name, argv[1:])
+    if several := sys.modules.get("evisrag_jax.runtime.processes"):
+        several.leave(code)
+    return code
 
 
 if __name__ == "__main__":

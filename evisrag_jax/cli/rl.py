@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from evisrag_jax.cli import processes
 from evisrag_jax.cli.config import ConfigError, parse, to_dataclass
 
 SUMMARY = "train with RS-GRPO (or plain GRPO) on rewards that reach the tokens they judge"
@@ -39,6 +40,7 @@ def run(argv: Sequence[str]) -> int:
     from evisrag_jax.runtime.compile_cache import enable_compile_cache
 
     settings = to_dataclass(config, RLRunConfig)
+    primary = processes.join(parsed.flags)
     enable_compile_cache()
     summary = train(
         settings,
@@ -47,6 +49,8 @@ def run(argv: Sequence[str]) -> int:
         facts=parsed.facts(),
         progress=parsed.flags.progress,
     )
+    if not primary:
+        return 0
     for name, value in summary.items():
         print(f"{name:20} {value}")
     print(f"{'report':20} {write_report(parsed.out)}")
@@ -60,10 +64,13 @@ def _flags(values: Any) -> None:
         "data", None, "training records, short for --config.data.path", flag_values=values
     )
     flags.DEFINE_bool("progress", None, "a live bar (default: on a terminal)", flag_values=values)
+    processes.define(values)
 
 
 def make_validate(run: Any) -> Callable[[Any, int], Mapping[str, Any]]:
     """eval/accuracy, f1, format and evidence of greedy answers on `data.validation`."""
+    import jax
+
     from evisrag_jax.cli.session import read_set
     from evisrag_jax.evaluation.suite import evaluate
     from evisrag_jax.methods.evidence_cot import EvidenceCoT
@@ -93,7 +100,8 @@ def make_validate(run: Any) -> Callable[[Any, int], Mapping[str, Any]]:
                 method,
                 run.engine,
                 limit=config.eval_limit or None,
-                chunk=run.rl.prompts,
+                chunk=run.rl.prompts // jax.process_count(),
+                share=(jax.process_index(), jax.process_count()),
                 resamples=100,
                 progress=False,
             )

@@ -7,6 +7,7 @@ from typing import Any
 
 from absl import flags as absl_flags
 
+from evisrag_jax.cli import processes
 from evisrag_jax.cli.config import ConfigError, parse, to_dataclass
 
 SUMMARY = "fine-tune on tagged responses; started again, it goes on where it stopped"
@@ -19,6 +20,7 @@ def _define(values: absl_flags.FlagValues) -> None:
     absl_flags.DEFINE_bool(
         "progress", None, "a live bar (default: on a terminal)", flag_values=values
     )
+    processes.define(values)
 
 
 def run(argv: Sequence[str]) -> int:
@@ -50,9 +52,11 @@ def run(argv: Sequence[str]) -> int:
     from evisrag_jax.sft.trainer import train
 
     settings = to_dataclass(config, SFTConfig)
+    primary = processes.join(parsed.flags)
     enable_compile_cache()
     summary = train(settings, parsed.out, facts=parsed.facts(), progress=parsed.flags.progress)
-    _show(summary)
+    if primary:
+        _show(summary)
     return 0
 
 

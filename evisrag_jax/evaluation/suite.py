@@ -25,6 +25,7 @@ from evisrag_jax.evaluation.metrics import (
 from evisrag_jax.evaluation.predictions import PredictionWriter, match_predictions
 from evisrag_jax.evaluation.statistics import RESAMPLES, bootstrap
 from evisrag_jax.runtime.json_files import read_jsonl, write_json, write_jsonl
+from evisrag_jax.runtime.processes import gather_json
 
 #: Summary names that get an interval, and the per-question metric each is a mean of.
 INTERVALS = {
@@ -50,6 +51,7 @@ def evaluate(
     resamples: int = RESAMPLES,
     seed: int = 0,
     progress: bool = True,
+    share: tuple[int, int] = (0, 1),
 ) -> dict[str, Any]:
     """Predict and score.
 
@@ -71,6 +73,8 @@ def evaluate(
         answer_block: the strict rule for several answer blocks: "single", "first" or "last".
         resamples, seed: of the bootstrap intervals (95 %) in ``ci``.
         progress: show a progress bar on a terminal.
+        share: (index, count) of a process among several that evaluate one set together: each predicts
+            every count-th question and all score all of them. Only without `out`.
 
     Returns:
         The flat summary of ``metrics.summarise`` with method, n_expected, n_predicted, n_missing,
@@ -81,6 +85,9 @@ def evaluate(
             asked, or an ``out`` that holds predictions of another set or method.
     """
     check_mode(mode)
+    index, count = share
+    if count > 1 and out is not None:
+        raise ValueError(f"{out}: predictions of several processes are not written")
     chosen = list(records if limit is None else records[:limit])
     if not chosen or chunk < 1:
         raise ValueError(f"nothing to evaluate: {len(chosen)} records, chunk={chunk}")
@@ -96,10 +103,13 @@ def evaluate(
     resumed = sum(record.id in rows for record in chosen)
     try:
         waiting = [record for record in chosen if record.id not in rows]
-        for row in _predicted(waiting, method, engine, name, chunk, progress):
+        for row in _predicted(waiting[index::count], method, engine, name, chunk, progress):
             rows[row["id"]] = row
             if writer is not None:
                 writer.write(row)
+        if count > 1:
+            for told in gather_json(list(rows.values())):
+                rows |= {row["id"]: row for row in told}
     finally:
         if writer is not None:
             writer.close()

@@ -101,6 +101,8 @@ def put_rows(tree: Any, sharding: NamedSharding) -> Any:
         return jax.device_put(tree, sharding)
 
     def put(rows: Any) -> jax.Array:
+        if isinstance(rows, jax.Array):  # placed before
+            return jax.device_put(rows, sharding)
         shape = (len(rows) * count, *np.shape(rows)[1:])
         first = len(rows) * jax.process_index()
         places = sharding.addressable_devices_indices_map(shape)
