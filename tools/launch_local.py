@@ -91,9 +91,12 @@ def forward(running: list[subprocess.Popen], number: int) -> None:
 def wait(running: list[subprocess.Popen]) -> int:
     """The first exit code that is not 0, or 0. Ends the others after a failure."""
     code = 0
-    while not code and any(process.poll() is None for process in running):
+    while True:
+        codes = [process.poll() for process in running]
+        code = next(filter(None, codes), 0)
+        if code or None not in codes:
+            break
         time.sleep(0.1)
-        code = next((process.returncode for process in running if process.returncode), 0)
     if code:
         forward(running, signal.SIGTERM)
         limit = time.monotonic() + GRACE

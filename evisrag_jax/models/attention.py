@@ -9,7 +9,8 @@ the keys and not with their square (one full-attention layer over a page of 20,0
     cudnn    fused; GPU, 16-bit, for what is masked by causality or by lengths alone
     xla      batched products; everything else: TPU, float32 on GPU, a group on GPU (its one softmax
              over two sets of keys has no fused form: merging two calls by their log-sum-exp would
-             lose a gradient), vision windows, and a CPU where `jax.set_mesh` names several devices
+             lose a gradient), vision windows, and a CPU where the abstract mesh has several devices
+             (`runtime.mesh.traced_on`)
 
 Outputs carry the checkpoint name "attention", for recomputation policies that keep them.
 

@@ -12,7 +12,7 @@ A row sees the keys whose `order` is at most its `place`; padding keys have orde
               t for the response's own
 
 The loops are `lax.map`, which XLA would run by gathering an axis that is split over devices: this
-is the path of one device (`attention` takes the batched one where `jax.set_mesh` names several).
+is the path of one device (`attention` takes the batched one where the abstract mesh has several).
 
 Letters as in `attention`; A any batch (prompts times key-value heads), M keys of a block, D query
 rows of a block.

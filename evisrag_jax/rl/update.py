@@ -225,8 +225,9 @@ def compile_update(
     model: Qwen25VLConfig, settings: UpdateConfig, mesh: Mesh, shardings: TrainState
 ):
     """`rl_update` under jit: explicit shardings in and out, the state donated."""
+    update = partial(rl_update, model=model, settings=settings, shardings=shardings.trainable)
     return jax.jit(
-        partial(rl_update, model=model, settings=settings, shardings=shardings.trainable),
+        meshes.traced_on(mesh, update),
         in_shardings=(shardings, meshes.batch_sharding(mesh)),
         out_shardings=(shardings, meshes.replicated(mesh)),
         donate_argnums=0,
@@ -239,7 +240,7 @@ def compile_old_log_probs(
     """`old_log_probs` under jit, with the shardings of the update."""
     batch = meshes.batch_sharding(mesh)
     return jax.jit(
-        partial(old_log_probs, model=model, settings=settings),
+        meshes.traced_on(mesh, partial(old_log_probs, model=model, settings=settings)),
         in_shardings=(shardings.trainable, shardings.frozen, batch),
         out_shardings=batch,
     )

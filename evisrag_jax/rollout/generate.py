@@ -30,7 +30,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from evisrag_jax.models.decode_attention import Seats
 from evisrag_jax.rollout.sampling import Controls, sample, token_uniforms
-from evisrag_jax.runtime.mesh import BATCH_AXES
+from evisrag_jax.runtime.mesh import BATCH_AXES, traced_on
 
 
 class Pool(NamedTuple):
@@ -98,7 +98,7 @@ def encode(
     model: Hashable, config: Hashable, params: Any, images: Any, mesh: Mesh | None = None
 ) -> Float[Array, "P IM D"]:
     """Features of a batch of pages (`pages.patches.ImageArrays`), a prompt's images side by side."""
-    return _split(model.encode_images(params, config, images), mesh)
+    return _split(traced_on(mesh, model.encode_images)(params, config, images), mesh)
 
 
 @partial(
@@ -144,7 +144,7 @@ def prefill(
     `prompt` is the model's PromptInputs of P = Z·B prompts, right-padded to L. A row beyond the pool
     drops its prompt (padding of the batch).
     """
-    hidden, kv = model.prefill(params, config, prompt, features)
+    hidden, kv = traced_on(mesh, model.prefill)(params, config, prompt, features)
     P, length = prompt.tokens.shape
     vocab = pool.seen.shape[-1]
     real = jnp.arange(length)[None] < prompt.lengths[:, None]

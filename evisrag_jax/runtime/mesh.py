@@ -8,8 +8,9 @@ taken within the same parameter, is replicated, and the table says so with its c
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -88,6 +89,20 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 def replicated(mesh: Mesh) -> NamedSharding:
     """The whole array on every device."""
     return NamedSharding(mesh, PartitionSpec())
+
+
+def traced_on(mesh: Mesh | None, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` for jit, told while it is traced that its arrays are divided over the mesh: attention then
+    takes the form that divides (`models.attention`)."""
+    if mesh is None or mesh.size == 1:
+        return function
+
+    @functools.wraps(getattr(function, "func", function))
+    def traced(*args: Any, **named: Any) -> Any:
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return function(*args, **named)
+
+    return traced
 
 
 def put_rows(tree: Any, sharding: NamedSharding) -> Any:

@@ -149,8 +149,9 @@ def compile_update(
     model: Qwen25VLConfig, settings: UpdateConfig, mesh: Mesh, shardings: TrainState
 ) -> Callable[[TrainState, GroupBatch], tuple[TrainState, dict[str, Array]]]:
     """`sft_update` under jit: explicit shardings in and out, the state donated."""
+    update = partial(sft_update, model=model, settings=settings, shardings=shardings.trainable)
     return jax.jit(
-        partial(sft_update, model=model, settings=settings, shardings=shardings.trainable),
+        meshes.traced_on(mesh, update),
         in_shardings=(shardings, meshes.batch_sharding(mesh)),
         out_shardings=(shardings, meshes.replicated(mesh)),
         donate_argnums=0,
@@ -162,7 +163,7 @@ def compile_loss(
 ) -> Callable[[Flat, Flat, GroupBatch], Sums]:
     """`sft_loss` under jit, with the shardings of the update."""
     return jax.jit(
-        partial(sft_loss, model=model, settings=settings),
+        meshes.traced_on(mesh, partial(sft_loss, model=model, settings=settings)),
         in_shardings=(shardings.trainable, shardings.frozen, meshes.batch_sharding(mesh)),
         out_shardings=meshes.replicated(mesh),
     )
