@@ -226,3 +226,18 @@ def test_other_pixel_budgets_than_the_checkpoints_are_warned_of():
     assert "does not say" in compare_budgets({}, budget)[0]
     with pytest.raises(ValueError, match="sft: a pixel budget needs min_pixels"):
         compare_budgets({"sft": {"max": 3}}, budget)
+
+
+def test_several_processes_answer_a_share_each_and_score_all(monkeypatch, tmp_path):
+    """Three processes over ten questions: each asks its own, all get the summary of one."""
+    told = []
+    monkeypatch.setattr(suite, "gather_json", lambda rows: told.append(rows) or [rows])
+    methods = [Echo() for _ in range(3)]
+    for i, method in enumerate(methods):
+        run(method, share=(i, 3))
+    asked = [[id for chunk in method.asked for id in chunk] for method in methods]
+    assert asked == [[f"q{i}" for i in range(k, 10, 3)] for k in range(3)]
+    monkeypatch.setattr(suite, "gather_json", lambda rows: told)
+    assert run(Echo(), share=(1, 3)) == run(Echo())
+    with pytest.raises(ValueError, match="are not written"):
+        run(Echo(), tmp_path, share=(0, 2))
