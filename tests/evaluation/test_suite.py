@@ -230,11 +230,19 @@ def test_other_pixel_budgets_than_the_checkpoints_are_warned_of():
 
 def test_several_processes_answer_a_share_each_and_score_all(monkeypatch, tmp_path):
     """Three processes over ten questions: each asks its own, all get the summary of one."""
-    told = []
-    monkeypatch.setattr(suite, "gather_json", lambda rows: told.append(rows) or [rows])
-    methods = [Echo() for _ in range(3)]
+    told, methods = [], [Echo() for _ in range(3)]
+
+    class Waits(Exception):
+        """A process waits for the others."""
+
+    def wait(rows):
+        told.append(rows)
+        raise Waits
+
+    monkeypatch.setattr(suite, "gather_json", wait)
     for i, method in enumerate(methods):
-        run(method, share=(i, 3))
+        with pytest.raises(Waits):
+            run(method, share=(i, 3))
     asked = [[id for chunk in method.asked for id in chunk] for method in methods]
     assert asked == [[f"q{i}" for i in range(k, 10, 3)] for k in range(3)]
     monkeypatch.setattr(suite, "gather_json", lambda rows: told)
