@@ -13,7 +13,7 @@ from evisrag_jax.training.optimiser import (
     OptimConfig,
     OptimError,
     for_run,
-    gradient_norm,
+    gradient_norms,
     is_trainable,
     learning_rate,
     make_optimiser,
@@ -183,6 +183,6 @@ def test_learning_rate_is_that_of_the_next_update():
 def test_gradient_norm_is_the_norm_of_all_leaves():
     grads = parameters()
     flat = np.concatenate([a.ravel() for a in grads.values()])
-    assert float(gradient_norm(jax.tree.map(jnp.asarray, grads))) == pytest.approx(
+    assert float(gradient_norms(jax.tree.map(jnp.asarray, grads))["loss/grad_norm"]) == pytest.approx(
         float(np.linalg.norm(flat)), rel=1e-6
     )
