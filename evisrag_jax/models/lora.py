@@ -15,12 +15,12 @@ There is no dropout: the log-probs that a ratio compares must come from one dete
 
 from __future__ import annotations
 
+import math
 import re
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
-from math import prod
 from typing import Any
 
 import jax
@@ -62,8 +62,10 @@ class LoraConfig:
     def __post_init__(self) -> None:
         if self.rank < 0:
             raise LoraError(f"lora.rank={self.rank} must not be negative (0 for no adapters)")
-        if not self.alpha > 0:
-            raise LoraError(f"lora.alpha={self.alpha} must be positive: it scales the adapters")
+        if not 0 < self.alpha < math.inf:
+            raise LoraError(
+                f"lora.alpha={self.alpha} must be a positive number: it scales adapters"
+            )
         for name in ("targets", "also"):
             try:
                 re.compile(getattr(self, name))
@@ -98,7 +100,7 @@ class Target:
     def sizes(self) -> tuple[int, int]:
         """Inputs and outputs of the matrix."""
         edge = self.stacked + self.inputs
-        return prod(self.shape[self.stacked : edge]), prod(self.shape[edge:])
+        return math.prod(self.shape[self.stacked : edge]), math.prod(self.shape[edge:])
 
     def split(self, whole: tuple, middle: Any) -> tuple[tuple, tuple]:
         """Shapes or axes of A and B from those of the kernel, with `middle` for the rank."""

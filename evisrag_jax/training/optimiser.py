@@ -210,8 +210,12 @@ def in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformat
 def kept_in(dtype: str, inner: optax.GradientTransformation) -> optax.GradientTransformation:
     """`inner` with the float arrays of its state stored in `dtype`; its arithmetic stays float32.
 
-    Half the bytes of Adam's moments in bfloat16, rounded to nearest after every update. What that
-    costs, on drawn gradients of constant size (tests/training/test_optimiser.py): MEASURED
+    In bfloat16 moments take half the bytes and are rounded to nearest after every update. With normal
+    gradients (mean half their spread, rate 1e-3) parameters then end up elsewhere by 0.2 % of the way
+    that they moved in 20 updates, whatever b2 (tested); by 2.8 % after 2,000 with b2 = 0.999, 0.2 % with
+    0.98. The reason: b2 = 0.999 takes a thousandth off the second moment, less than half a step of
+    bfloat16, so it cannot fall where gradients shrink. After a fall to a tenth, the next 1,000 updates
+    move parameters 21 % less than they should with b2 = 0.999, 1 % with 0.99. Use b2 <= 0.99 with it.
     """
 
     def cast(state: Any, to: Any) -> Any:
