@@ -106,11 +106,11 @@ class RLRunConfig:
     merged tokens a page, prompt tokens); P, G and T are those of `rl`.  steps: rollouts, 0 for
     `epochs` passes over the data.  slots: responses decoded at once, 0 for all of a step; fewer take
     less memory and change no token.  lora: adapters; with a rank they train, `rl.optim.train` does not
-    count, and rollouts come from merged weights.  remat, chunk: see `update.UpdateConfig`.  save_every, log_every:
-    in steps.  eval_every, eval_limit: validation on `data.validation`, in steps and questions (0 =
-    all).  keep: checkpoints kept beside the best.  rollouts_every, rollout_rows: rollouts/ keeps so
-    many prompts of the first, of every so many-th and of the last step.  export: write RUN/model at
-    the end, in export_dtype, and adapters as RUN/adapter.
+    count, and rollouts come from merged weights.  remat, chunk: see `update.UpdateConfig`.
+    save_every, log_every: in steps.  eval_every, eval_limit: validation on `data.validation`, in steps
+    and questions (0 = all).  keep: checkpoints kept beside the best.  rollouts_every, rollout_rows:
+    rollouts/ keeps so many prompts of the first, of every so many-th and of the last step.  export:
+    write RUN/model at the end, in export_dtype, and adapters as RUN/adapter.
     """
 
     model: ModelSource

@@ -43,10 +43,9 @@ class SFTConfig:
     micro: prompts a slice of gradient accumulation, 0 for the whole batch; never changes a result.
     steps: updates, 0 for `epochs` passes over the data.  warmup_ratio: share of the steps, where
     optim.warmup_steps is 0.  lora: adapters; with a rank they train and `optim.train` does not count.
-    remat: what the backward pass computes again (`models.remat`).  chunk:
-    response positions whose logits are held at once.  save_every, log_every, eval_every: in updates.
-    keep: checkpoints kept beside the best.  export: write RUN/model at the end, in export_dtype,
-    and adapters as RUN/adapter.
+    remat: what the backward pass computes again (`models.remat`).  chunk: response positions whose
+    logits are held at once.  save_every, log_every, eval_every: in updates.  keep: checkpoints kept
+    beside the best.  export: write RUN/model at the end, in export_dtype, and adapters as RUN/adapter.
     """
 
     model: ModelSource

@@ -89,8 +89,8 @@ def forward_params(trainable: Flat, frozen: Flat, lora: LoraConfig, dtype: Any) 
 
 
 def merged_params(trainable: Flat, frozen: Flat, lora: LoraConfig, dtype: Any) -> dict[str, Any]:
-    """The same model without adapters, in `dtype`: what sampling computes with. Kernels that have an
-    adapter are copied."""
+    """The same model without adapters, in `dtype`: what sampling computes with, and with adapters a copy
+    of the model for as long as it samples."""
     params = full_params(trainable, frozen)
     return model.cast_params(merge(params, lora, dtype) if lora.rank else params, dtype)
 

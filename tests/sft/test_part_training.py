@@ -227,12 +227,42 @@ def test_another_adapter_config_is_refused(killed_and_straight, folder, rows):
     }
 
 
-def test_base_parameters_beside_adapters(folder, reference, rows, tmp_path, monkeypatch):
-    """`lora.also`: norms train too, the model is exported, and no adapter file claims to be it."""
+@pytest.fixture
+def one_device(monkeypatch):
     make = make_mesh
     monkeypatch.setattr(
         "evisrag_jax.sft.trainer.meshes.make_mesh", lambda *_: make(devices=jax.devices()[:1])
     )
+
+
+def test_a_run_of_the_last_layer_goes_on(
+    folder, reference, rows, tmp_path, one_device, monkeypatch
+):
+    """Dies in step 2 and restores whole stacks into cut ones; the first layer is as it was read."""
+    optim = OptimConfig(learning_rate=1e-2, last_layers=1, train="^text/layers")
+    config = make_config(folder, rows, optim=optim, steps=2, save_every=1, export_dtype="float32")
+    step = SFTRun.step
+
+    def dying(self, state, data, k):
+        if k == 2:
+            raise RuntimeError("killed")
+        return step(self, state, data, k)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SFTRun, "step", dying)
+        with pytest.raises(RuntimeError, match="killed"):
+            train(config, tmp_path)
+    assert train(config, tmp_path)["steps"] == 2
+    start, end = (flatten(load_params(path)[0]) for path in (folder, tmp_path / "model"))
+    for path, value in start.items():
+        if path.startswith("text/layers/"):
+            assert [np.any(end[path][i] != value[i]) for i in range(2)] == [False, True], path
+        else:
+            np.testing.assert_array_equal(end[path], value)
+
+
+def test_base_parameters_beside_adapters(folder, reference, rows, tmp_path, one_device):
+    """`lora.also`: norms train too, the model is exported, and no adapter file claims to be it."""
     lora = dataclasses.replace(LORA, also="^text/.*norm")
     config = make_config(folder, rows, lora=lora, steps=2, export_dtype="float32")
     train(config, tmp_path)
