@@ -9,6 +9,7 @@ import dataclasses
 
 from ml_collections import ConfigDict
 
+from evisrag_jax.models.lora import LoraConfig
 from evisrag_jax.rewards.evisrag import RewardConfig
 from evisrag_jax.rl.config import RLConfig, preset
 from evisrag_jax.training.optimiser import OptimConfig
@@ -43,6 +44,7 @@ def _run(rl: RLConfig, **fields) -> ConfigDict:
                 "feature_cache_dir": "",
             },
             "rl": dataclasses.asdict(rl),
+            "lora": dataclasses.asdict(LoraConfig()),
             "mesh": {"data": -1, "fsdp": 1, "tensor": 1},
             "rollout_tensor": 0,
             "slots": 0,

@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Array, Float, Float32
 
 Axes = tuple[str | None, ...]
+ADAPTERS = ("lora_a", "lora_b")
 
 
 def _init(stddev: float, axes: Axes):
@@ -41,7 +42,8 @@ class RMSNorm(nn.Module):
 class Linear(nn.Module):
     """Contracts the last `inputs` axes of x with a kernel of shape in_shape + features.
 
-    The product itself is one 2-D matmul, which is what every backend runs fastest.
+    The product itself is one 2-D matmul, which is what every backend runs fastest. Where the module's
+    parameters hold adapters (`models.lora`, scaled), their low-rank product is added.
     """
 
     features: Sequence[int]
@@ -56,7 +58,11 @@ class Linear(nn.Module):
         in_shape, out_shape = x.shape[split:], tuple(self.features)
         kernel = self.param("kernel", _init(self.stddev, self.axes), in_shape + out_shape)
         n_in, n_out = _size(in_shape), _size(out_shape)
-        y = x.reshape(-1, n_in) @ kernel.astype(x.dtype).reshape(n_in, n_out)
+        flat = x.reshape(-1, n_in)
+        y = flat @ kernel.astype(x.dtype).reshape(n_in, n_out)
+        if self.has_variable("params", "lora_a"):
+            a, b = (self.get_variable("params", name).astype(x.dtype) for name in ADAPTERS)
+            y = y + (flat @ a.reshape(n_in, -1)) @ b.reshape(-1, n_out)
         if self.use_bias:
             init = nn.with_logical_partitioning(nn.initializers.zeros, self.axes[self.inputs :])
             bias = self.param("bias", init, out_shape)

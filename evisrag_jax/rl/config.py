@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from evisrag_jax.models.lora import LoraConfig
 from evisrag_jax.models.remat import check_remat
 from evisrag_jax.rewards.evisrag import RewardConfig
 from evisrag_jax.rl.filter import FilterConfig
@@ -103,14 +104,16 @@ class RLRunConfig:
 
     images, windows, tokens, prompt_length: the batch's static sizes (pages a prompt, windows and
     merged tokens a page, prompt tokens); P, G and T are those of `rl`.  steps: rollouts, 0 for
-    `epochs` passes over the data.  slots: responses decoded at once by a process, 0 for all of its
-    step; fewer take less memory and change no token.  rollout_tensor: devices that a sampling copy of
-    the parameters is split over, 0 for as many as the mesh's tensor axis.  stuck_after: seconds without
-    progress, compiles included, after which the job ends (exit code 75); 0 for never.  remat, chunk: see
-    `update.UpdateConfig`.  save_every, log_every: in steps.  eval_every, eval_limit: validation on
-    `data.validation`, in steps and questions (0 = all).  keep: checkpoints kept beside the best.
-    rollouts_every, rollout_rows: rollouts/ keeps so many prompts of the first, of every so many-th and
-    of the last step.  export: write RUN/model at the end, in export_dtype.
+    `epochs` passes over the data.  lora: adapters; with a rank they train, `rl.optim.train` does not
+    count, and rollouts come from merged weights.  slots: responses decoded at once by a process, 0 for
+    all of its step; fewer take less memory and change no token.  rollout_tensor: devices that a sampling
+    copy of the parameters is split over, 0 for as many as the mesh's tensor axis.  stuck_after: seconds
+    without progress, compiles included, after which the job ends (exit code 75); 0 for never.  remat,
+    chunk: see `update.UpdateConfig`.  save_every, log_every: in steps.  eval_every, eval_limit:
+    validation on `data.validation`, in steps and questions (0 = all).  keep: checkpoints kept beside the
+    best.  rollouts_every, rollout_rows: rollouts/ keeps so many prompts of the first, of every so
+    many-th and of the last step.  export: write RUN/model at the end, in export_dtype, and adapters as
+    RUN/adapter.
     """
 
     model: ModelSource
@@ -122,6 +125,7 @@ class RLRunConfig:
     prompt_length: int
     steps: int = 0
     epochs: float = 1.0
+    lora: LoraConfig = field(default_factory=LoraConfig)
     mesh: MeshShape = field(default_factory=MeshShape)
     rollout_tensor: int = 0
     slots: int = 0

@@ -20,6 +20,7 @@ import jax
 from evisrag_jax.data.pipeline import ReadSettings, RecordStream, Rejected
 from evisrag_jax.data.schema import Record
 from evisrag_jax.data.sources import read_records
+from evisrag_jax.models.lora import add_adapters
 from evisrag_jax.pages.plan import resolve_budget
 from evisrag_jax.prompts.template import load_template
 from evisrag_jax.prompts.tokenizer import encode_plain
@@ -37,11 +38,11 @@ from evisrag_jax.runtime.checkpoints import Checkpoints
 from evisrag_jax.runtime.precision import default_precision, parse_dtype
 from evisrag_jax.runtime.run_folder import RunFolder
 from evisrag_jax.training.batching import Limits, check_divides, prepare, put_batch
-from evisrag_jax.training.export import export
+from evisrag_jax.training.export import export, export_adapter
 from evisrag_jax.training.feature_cache import for_run as features_for
 from evisrag_jax.training.layout import SamplingLayout
 from evisrag_jax.training.loop import FitResult, start_folder
-from evisrag_jax.training.optimiser import for_run, make_optimiser
+from evisrag_jax.training.optimiser import for_adapters, for_run, make_optimiser
 from evisrag_jax.training.page_cache import PageCache
 from evisrag_jax.training.pretrained import load_pretrained
 from evisrag_jax.training.state import full_params, init_state, place, state_shardings
@@ -100,9 +101,13 @@ class RLRun:
         rounds = int(config.epochs * len(self.records)) // config.rl.prompts
         self.steps = config.steps or max(1, rounds)
         optim = for_run(config.rl.optim, self.steps * config.rl.updates)
+        optim = for_adapters(optim, config.lora)
         self.rl = dataclasses.replace(config.rl, optim=optim)
-        self.settings = UpdateConfig(self.rl, compute, config.remat, config.chunk)
-        state = init_state(self.pretrained.params, optim, make_optimiser(optim))
+        self.settings = UpdateConfig(self.rl, compute, config.remat, config.chunk, config.lora)
+        params = self.pretrained.params
+        if config.lora.rank:
+            params = add_adapters(params, self.model, config.lora, self.mesh, seed=config.seed)
+        state = init_state(params, optim, make_optimiser(optim))
         self.state = place(state, state_shardings(self.model, self.mesh, state))
         with _setting("rollout_tensor"):
             self.layout = SamplingLayout(self.model, self.mesh, config.rollout_tensor)
@@ -280,6 +285,7 @@ def train(
             "kind": "rl",
             "model": run.model,
             "optim": run.rl.optim,
+            "lora": config.lora,
             "trains": sorted(run.state.trainable),
         }
         validate = make_validate(run) if make_validate and config.eval_every else None
@@ -291,7 +297,8 @@ def train(
         if config.export:
             params = full_params(result.state.trainable, result.state.frozen)
             dtype = parse_dtype(config.export_dtype, field="export_dtype")
-            export(params, run.pretrained, folder.path / "model", dtype=dtype)
+            export(params, run.pretrained, folder.path / "model", dtype=dtype, lora=config.lora)
+            export_adapter(params, run.pretrained, folder.path / "adapter", config.lora)
         summary = summarise(run, result)
         folder.write_summary(summary)
         return summary

@@ -19,8 +19,8 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float
 
+from evisrag_jax.models.lora import LoraConfig, merged_shardings
 from evisrag_jax.models.qwen25vl.config import Qwen25VLConfig
-from evisrag_jax.models.qwen25vl.model import cast_params
 from evisrag_jax.rl import advantages as adv
 from evisrag_jax.rl import losses
 from evisrag_jax.rl.config import RLConfig
@@ -34,23 +34,24 @@ from evisrag_jax.training.forward import (
 )
 from evisrag_jax.training.layout import SamplingLayout
 from evisrag_jax.training.optimiser import (
-    gradient_norm,
+    gradient_norms,
     learning_rate,
     make_optimiser,
     skipped_updates,
 )
-from evisrag_jax.training.state import Flat, TrainState, full_params
+from evisrag_jax.training.state import Flat, TrainState, forward_params, full_params, merged_params
 
 
 @dataclass(frozen=True)
 class UpdateConfig:
     """Static settings of an update beside the objective: dtype of products, what the backward pass
-    computes again (`models.remat`), and response positions whose logits are held at once."""
+    computes again (`models.remat`), response positions whose logits are held at once, and adapters."""
 
     rl: RLConfig
     compute: str = "float32"
     remat: str = "full"
     chunk: int = 2048
+    lora: LoraConfig = LoraConfig()
 
 
 class RLBatch(NamedTuple):
@@ -108,7 +109,7 @@ def score(
 ) -> TokenScores:
     """Scores of the sampled tokens at the sampling temperature: old and new by one function."""
     return score_responses(
-        compute_params(trainable, frozen, settings=settings),
+        forward_params(trainable, frozen, settings.lora, jnp.dtype(settings.compute)),
         model,
         groups,
         temperature=settings.rl.temperature,
@@ -171,7 +172,7 @@ def rl_gradient(
     means = losses.metric_means(kept["metrics"])
     metrics = {
         "loss/total": loss,
-        "loss/grad_norm": gradient_norm(grads),
+        **gradient_norms(grads),
         "loss/entropy": kept["entropy"] / tokens,
         "rollout/logp_gap_mean": kept["gap"] / tokens,
         "rollout/logp_gap_max": jnp.max(kept["gap_max"]),
@@ -217,8 +218,9 @@ def old_log_probs(
 
 
 def compute_params(trainable: Flat, frozen: Flat, *, settings: UpdateConfig) -> dict[str, Any]:
-    """The model's nested parameters in the compute dtype: what the sampler computes with."""
-    return cast_params(full_params(trainable, frozen), jnp.dtype(settings.compute))
+    """The model's nested parameters in the compute dtype, adapters merged: what the sampler computes
+    with."""
+    return merged_params(trainable, frozen, settings.lora, jnp.dtype(settings.compute))
 
 
 def compile_update(
@@ -249,11 +251,11 @@ def compile_old_log_probs(
 def compile_params(
     settings: UpdateConfig, shardings: TrainState, layout: SamplingLayout | None = None
 ):
-    """`compute_params` under jit, in the sampler's layout. Where training has that layout and every
-    parameter the compute dtype nothing is copied (the arrays are then the state's own, which the next
+    """`compute_params` under jit, in the sampler's layout. Where training has that layout, whole stacks, no
+    adapters, and every parameter the compute dtype, nothing is copied (the arrays are then the state's own, which the next
     update gives away)."""
     same = layout is None or layout.same
-    whole = full_params(shardings.trainable, shardings.frozen)
+    whole = merged_shardings(full_params(shardings.trainable, shardings.frozen))
     cast = jax.jit(
         partial(compute_params, settings=settings),
         in_shardings=(shardings.trainable, shardings.frozen),
@@ -262,7 +264,9 @@ def compile_params(
 
     def params(state: TrainState) -> dict[str, Any]:
         leaves = [*state.trainable.values(), *state.frozen.values()]
-        if same and all(leaf.dtype == jnp.dtype(settings.compute) for leaf in leaves):
+        plain = not (settings.lora.rank or state.trainable.keys() & state.frozen)
+        ready = all(leaf.dtype == jnp.dtype(settings.compute) for leaf in leaves)
+        if same and plain and ready:
             return full_params(state.trainable, state.frozen)
         copy = cast(state.trainable, state.frozen)
         return copy if same else layout.take(copy)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 
+from evisrag_jax.models.lora import LoraConfig
 from evisrag_jax.models.remat import check_remat
 from evisrag_jax.runtime.precision import parse_dtype
 from evisrag_jax.training.batching import Bucket
@@ -41,10 +42,12 @@ class SFTConfig:
     have the same number of prompts, the global batch.  prompts: replaces that number where not 0.
     micro: prompts a slice of gradient accumulation, 0 for the whole batch; never changes a result.
     steps: updates, 0 for `epochs` passes over the data.  warmup_ratio: share of the steps, where
-    optim.warmup_steps is 0.  remat: what the backward pass computes again (`models.remat`).  chunk:
-    response positions whose logits are held at once.  stuck_after: seconds without progress, compiles
-    included, after which the job ends (exit code 75); 0 for never.  save_every, log_every, eval_every: in updates.
-    keep: checkpoints kept beside the best.  export: write RUN/model at the end, in export_dtype.
+    optim.warmup_steps is 0.  lora: adapters; with a rank they train and `optim.train` does not count.
+    remat: what the backward pass computes again (`models.remat`).  chunk: response positions whose
+    logits are held at once.  stuck_after: seconds without progress, compiles included, after which the
+    job ends (exit code 75); 0 for never.  save_every, log_every, eval_every: in updates.  keep:
+    checkpoints kept beside the best.  export: write RUN/model at the end, in export_dtype, and adapters
+    as RUN/adapter.
     """
 
     model: ModelSource
@@ -56,6 +59,7 @@ class SFTConfig:
     epochs: float = 1.0
     warmup_ratio: float = 0.0
     optim: OptimConfig = field(default_factory=OptimConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     mesh: MeshShape = field(default_factory=MeshShape)
     stuck_after: int = 3600
     seed: int = 0

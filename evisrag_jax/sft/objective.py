@@ -19,19 +19,19 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
+from evisrag_jax.models.lora import LoraConfig
 from evisrag_jax.models.qwen25vl.config import Qwen25VLConfig
-from evisrag_jax.models.qwen25vl.model import cast_params
 from evisrag_jax.runtime import mesh as meshes
 from evisrag_jax.training.accumulate import accumulate, sum_over
 from evisrag_jax.training.forward import GroupBatch, response_mask, score_responses
 from evisrag_jax.training.optimiser import (
     OptimConfig,
-    gradient_norm,
+    gradient_norms,
     learning_rate,
     make_optimiser,
     skipped_updates,
 )
-from evisrag_jax.training.state import Flat, TrainState, full_params
+from evisrag_jax.training.state import Flat, TrainState, forward_params
 
 Sums = dict[str, Float[Array, ""]]
 
@@ -41,7 +41,7 @@ class UpdateConfig:
     """Static settings of an update.
 
     micro: prompts a slice.  compute: dtype of products.  remat: what the backward pass computes
-    again (`models.remat`).  chunk: response positions whose logits are held at once.
+    again (`models.remat`).  chunk: response positions whose logits are held at once.  lora: adapters.
     """
 
     optim: OptimConfig
@@ -49,6 +49,7 @@ class UpdateConfig:
     compute: str = "float32"
     remat: str = "full"
     chunk: int = 2048
+    lora: LoraConfig = LoraConfig()
 
 
 def nll_sum(
@@ -62,7 +63,7 @@ def nll_sum(
 
     Differentiable in `trainable`; nothing is divided.
     """
-    params = cast_params(full_params(trainable, frozen), jnp.dtype(settings.compute))
+    params = forward_params(trainable, frozen, settings.lora, jnp.dtype(settings.compute))
     scores = score_responses(
         params,
         model,
@@ -120,7 +121,7 @@ def sft_update(
         "loss/total": loss,
         "loss/tokens": sums["weight"],
         "loss/entropy": sums["entropy"] / jnp.maximum(sums["weight"], 1.0),
-        "loss/grad_norm": gradient_norm(grads),
+        **gradient_norms(grads),
         "loss/empty": 1.0 - some.astype(jnp.float32),
         "lr": rate,
         **skipped_updates(after.opt_state),

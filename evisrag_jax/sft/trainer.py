@@ -21,6 +21,7 @@ from evisrag_jax.data.pipeline import Example, ReadSettings, RecordStream, Rejec
 from evisrag_jax.data.schema import Record
 from evisrag_jax.data.sources import read_records
 from evisrag_jax.models.attention_check import start_up_check
+from evisrag_jax.models.lora import add_adapters
 from evisrag_jax.prompts.template import load_template
 from evisrag_jax.prompts.tokenizer import SpecialIds
 from evisrag_jax.runtime import mesh as meshes
@@ -42,11 +43,11 @@ from evisrag_jax.training.batching import (
     size,
     trained_tokens,
 )
-from evisrag_jax.training.export import export
+from evisrag_jax.training.export import export, export_adapter
 from evisrag_jax.training.feature_cache import for_run as features_for
 from evisrag_jax.training.layout import SamplingLayout
 from evisrag_jax.training.loop import FitResult, fit, start_folder
-from evisrag_jax.training.optimiser import for_run, make_optimiser
+from evisrag_jax.training.optimiser import for_adapters, for_run, make_optimiser
 from evisrag_jax.training.page_cache import PageCache
 from evisrag_jax.training.pretrained import load_pretrained
 from evisrag_jax.training.state import (
@@ -94,7 +95,8 @@ class SFTRun:
         )
         self.cache = PageCache(config.data.cache_mb * 2**20)
         self.steps = config.steps or max(1, int(config.epochs * len(self.records)) // config.batch)
-        self.optim = for_run(config.optim, self.steps, config.warmup_ratio)
+        optim = for_run(config.optim, self.steps, config.warmup_ratio)
+        self.optim = for_adapters(optim, config.lora)
         self._compile()
 
     def _compile(self) -> None:
@@ -108,8 +110,12 @@ class SFTRun:
             compute=parse_dtype(compute, field="model.compute_dtype").name,
             remat=config.remat,
             chunk=config.chunk,
+            lora=config.lora,
         )
-        state = init_state(self.pretrained.params, self.optim, make_optimiser(self.optim))
+        params = self.pretrained.params
+        if config.lora.rank:
+            params = add_adapters(params, self.model, config.lora, self.mesh, seed=config.seed)
+        state = init_state(params, self.optim, make_optimiser(self.optim))
         self.shardings = state_shardings(self.model, self.mesh, state)
         self.trains = sorted(state.trainable)
         self.state: TrainState | None = place(state, self.shardings)
@@ -330,7 +336,8 @@ def _largest(needs: np.ndarray) -> np.ndarray:
 
 def identity(run: SFTRun) -> dict[str, Any]:
     """What a checkpoint must share with the run that reads it."""
-    return {"kind": "sft", "model": run.model, "optim": run.optim, "trains": run.trains}
+    facts = {"model": run.model, "optim": run.optim, "trains": run.trains}
+    return {"kind": "sft", "lora": run.config.lora, **facts}
 
 
 def train(
@@ -358,12 +365,10 @@ def train(
         ) as checkpoints:
             result, stream = run.fit(checkpoints, **settings)
         if config.export:
-            export(
-                full_params(result.state.trainable, result.state.frozen),
-                run.pretrained,
-                folder.path / "model",
-                dtype=parse_dtype(config.export_dtype, field="export_dtype"),
-            )
+            params = full_params(result.state.trainable, result.state.frozen)
+            dtype = parse_dtype(config.export_dtype, field="export_dtype")
+            export(params, run.pretrained, folder.path / "model", dtype=dtype, lora=config.lora)
+            export_adapter(params, run.pretrained, folder.path / "adapter", config.lora)
         summary = summarise(run, result, stream)
         folder.write_summary(summary)
         return summary

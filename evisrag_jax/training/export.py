@@ -1,4 +1,4 @@
-"""What a run leaves behind: its weights as a Hugging Face folder that any server loads."""
+"""What a run leaves behind: its weights as a Hugging Face folder that any server loads, and adapters."""
 
 from __future__ import annotations
 
@@ -7,12 +7,21 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from evisrag_jax.models.lora import LoraConfig, merge
+from evisrag_jax.models.qwen25vl.adapter_files import save_adapter
 from evisrag_jax.models.qwen25vl.weights import save_params
 from evisrag_jax.pages.plan import PixelBudget
 from evisrag_jax.training.pretrained import Pretrained
 
 
-def export(params: Any, pretrained: Pretrained, folder: Path, *, dtype: Any) -> None:
+def export(
+    params: Any,
+    pretrained: Pretrained,
+    folder: Path,
+    *,
+    dtype: Any,
+    lora: LoraConfig | None = None,
+) -> None:
     """Write `folder`, beside its place first and then renamed.
 
     Config, tokenizer and template are those of the folder that the run started from. The processor's
@@ -22,11 +31,30 @@ def export(params: Any, pretrained: Pretrained, folder: Path, *, dtype: Any) -> 
     Args:
         params: nested parameters, on devices or the host.
         dtype: of the weights in the files.
+        lora: of adapters among the parameters; they are merged.
     """
+    if lora is not None and lora.rank:
+        params = merge(params, lora)
     partial_folder = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial_folder, ignore_errors=True)
     save_params(params, pretrained.config, partial_folder, source=pretrained.folder, dtype=dtype)
     set_pixel_limits(partial_folder, pretrained.budget)
+    shutil.rmtree(folder, ignore_errors=True)
+    partial_folder.rename(folder)
+
+
+def export_adapter(params: Any, pretrained: Pretrained, folder: Path, lora: LoraConfig) -> None:
+    """Write the adapters among the parameters in PEFT's format; `folder` is replaced as a whole.
+
+    Nothing is written where there are none, nor where base parameters trained beside them (`lora.also`):
+    adapters alone would then be another model than the one that was trained.
+    """
+    if not lora.rank or lora.also:
+        return
+    partial_folder = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial_folder, ignore_errors=True)
+    base = str(pretrained.folder)
+    save_adapter(params, pretrained.config, lora, partial_folder, base=base)
     shutil.rmtree(folder, ignore_errors=True)
     partial_folder.rename(folder)
 

@@ -5,10 +5,13 @@ import dataclasses
 import pytest
 
 from evisrag_jax.cli.config import ConfigError, load_config, to_dataclass
+from evisrag_jax.models.lora import LoraConfig
 from evisrag_jax.rewards.evisrag import RewardConfig
 from evisrag_jax.rl.config import RLConfig, RLConfigError, RLRunConfig, preset
 from evisrag_jax.rl.losses import PolicyLossConfig
+from evisrag_jax.runtime.json_files import plain
 from evisrag_jax.runtime.precision import PrecisionError
+from evisrag_jax.training.optimiser import make_schedule
 from evisrag_jax.training.settings import ModelSource, PromptSource
 from tests.rl.tiny import PAGES
 
@@ -99,6 +102,11 @@ def test_packaged_configs_are_the_published_settings(name):
     want = preset(name, prompts=32, group=8, micro=1, max_tokens=1536, optim=got.rl.optim)
     assert got.rl == want and got.rl.optim.learning_rate == 1e-6
     assert got.rl.optim.first_step_lr == ("zero" if name == "code" else "base")
+    rate = make_schedule(got.rl.optim)
+    assert [float(rate(k)) for k in range(2)] == pytest.approx(
+        [0.0 if name == "code" else 1e-6, 1e-6]
+    )
+    assert got.lora == LoraConfig() and plain(config)["lora"].keys() == plain(got.lora).keys()
     assert got.epochs == (16.0 if name == "code" else 4.0)
     assert got.data.budget == "grpo" and got.images * got.tokens < got.prompt_length
 

@@ -17,13 +17,17 @@ from evisrag_jax.models.qwen25vl.config import Qwen25VLConfig
 
 @dataclass(frozen=True)
 class Entry:
-    """One Hugging Face tensor: its name, where it goes (layer None = not stacked), both maps."""
+    """One Hugging Face tensor: its name, where it goes (layer None = not stacked), both maps.
+
+    inputs: the input axes of a linear layer's kernel, None for every other tensor.
+    """
 
     name: str
     path: tuple[str, ...]
     layer: int | None
     load: Callable[[np.ndarray, tuple[int, ...]], np.ndarray]
     save: Callable[[np.ndarray], np.ndarray]
+    inputs: int | None = None
 
 
 def _as_is(a, shape):
@@ -57,7 +61,8 @@ def entries(config: Qwen25VLConfig) -> Iterator[Entry]:
     """Every tensor of the published layout, in file order."""
 
     def linear(name, path, layer=None, *, bias=True, inputs=1):
-        yield Entry(f"{name}.weight", (*path, "kernel"), layer, _matrix_in, _matrix_out(inputs))
+        matrix = (_matrix_in, _matrix_out(inputs), inputs)
+        yield Entry(f"{name}.weight", (*path, "kernel"), layer, *matrix)
         if bias:
             yield Entry(f"{name}.bias", (*path, "bias"), layer, _as_is, np.ravel)
 
