@@ -118,7 +118,9 @@ class Victim:
             time.sleep(TICK)
         return True
 
-    def kill(self, kind: str, target: int, step_seconds: float, start_seconds: float) -> Kill | None:
+    def kill(
+        self, kind: str, target: int, step_seconds: float, start_seconds: float
+    ) -> Kill | None:
         """Kills it at a moment of the kind, not before step `target`; None if it ended by itself."""
         begun = time.perf_counter()
         old = being_saved(self.out)
@@ -266,7 +268,9 @@ def run(out: Path, kills: int, steps: int, seed: int) -> int:
     clock = [json.loads(line) for line in (peace / "metrics.jsonl").open()]
     step_seconds = sorted(row["time/step"] for row in clock)[len(clock) // 2]
     start_seconds = max(1.0, seconds - sum(row["time/step"] for row in clock[1:]))
-    print(f"uninterrupted: {steps} steps in {seconds:.0f} s, {step_seconds:.2f} s a step", flush=True)
+    print(
+        f"uninterrupted: {steps} steps in {seconds:.0f} s, {step_seconds:.2f} s a step", flush=True
+    )
 
     times = (step_seconds, start_seconds)
     killed = out / "killed"

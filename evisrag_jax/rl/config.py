@@ -106,7 +106,8 @@ class RLRunConfig:
     `epochs` passes over the data.  slots: responses decoded at once, 0 for all of a step; fewer take
     less memory and change no token.  remat, chunk: see `update.UpdateConfig`.  save_every, log_every:
     in steps.  eval_every, eval_limit: validation on `data.validation`, in steps and questions (0 =
-    all).  keep: checkpoints kept beside the best.  rollouts_every, rollout_rows: rollouts/ keeps so
+    all).  keep: checkpoints kept beside the best.  max_skipped, preempt_seconds: see
+    `training.loop.fit`.  rollouts_every, rollout_rows: rollouts/ keeps so
     many prompts of the first, of every so many-th and of the last step.  export: write RUN/model at
     the end, in export_dtype.
     """
@@ -130,6 +131,8 @@ class RLRunConfig:
     eval_every: int = 0
     eval_limit: int = 0
     keep: int = 2
+    max_skipped: int = 10
+    preempt_seconds: float = 300.0
     rollouts_every: int = 1
     rollout_rows: int = 4
     tensorboard: bool = True
@@ -137,12 +140,22 @@ class RLRunConfig:
     export_dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
-        for name in ("steps", "slots", "save_every", "eval_every", "eval_limit", "rollout_rows"):
+        for name in (
+            "steps",
+            "slots",
+            "save_every",
+            "eval_every",
+            "eval_limit",
+            "rollout_rows",
+            "max_skipped",
+        ):
             if getattr(self, name) < 0:
                 raise RLConfigError(f"{name}={getattr(self, name)} must not be negative")
         for name in ("chunk", "log_every", "keep", "rollouts_every"):
             if getattr(self, name) < 1:
                 raise RLConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.preempt_seconds <= 0:
+            raise RLConfigError(f"preempt_seconds={self.preempt_seconds} must be positive")
         if self.epochs <= 0:
             raise RLConfigError(f"epochs={self.epochs} must be positive")
         if self.eval_every and not self.data.validation:

@@ -51,6 +51,7 @@ __all__ = ["RLRun", "RLRunConfig", "train"]
 MAY_DIFFER = (
     *("data.threads", "data.ahead", "data.cache_mb", "data.feature_cache_mb"),
     *("data.feature_cache_dir", "save_every", "log_every", "keep"),
+    *("max_skipped", "preempt_seconds"),
     *("tensorboard", "export", "export_dtype", "rollouts_every", "rollout_rows"),
 )
 
@@ -230,6 +231,8 @@ class RLRun:
                 rollout_rows=config.rollout_rows,
                 save_every=config.save_every,
                 log_every=config.log_every,
+                max_skipped=config.max_skipped,
+                preempt_seconds=config.preempt_seconds,
                 eval_every=config.eval_every,
                 best_metric=None if validate is None else "eval/accuracy",
                 tensorboard=config.tensorboard,
@@ -259,7 +262,7 @@ def train(
         RunFolderError: the folder holds a run of another config; lists the differences.
     """
     with RunFolder(out) as folder:
-        resumed = folder.metrics.exists() and folder.metrics.stat().st_size > 0
+        resumed = folder.has_steps
         if not resumed:
             folder.rejected.unlink(missing_ok=True)
         facts = {"devices": [str(device) for device in jax.devices()], **(facts or {})}

@@ -43,7 +43,8 @@ class SFTConfig:
     steps: updates, 0 for `epochs` passes over the data.  warmup_ratio: share of the steps, where
     optim.warmup_steps is 0.  remat: what the backward pass computes again (`models.remat`).  chunk:
     response positions whose logits are held at once.  save_every, log_every, eval_every: in updates.
-    keep: checkpoints kept beside the best.  export: write RUN/model at the end, in export_dtype.
+    keep: checkpoints kept beside the best.  max_skipped, preempt_seconds: see `training.loop.fit`.
+    export: write RUN/model at the end, in export_dtype.
     """
 
     model: ModelSource
@@ -63,6 +64,8 @@ class SFTConfig:
     log_every: int = 1
     eval_every: int = 0
     keep: int = 2
+    max_skipped: int = 10
+    preempt_seconds: float = 300.0
     tensorboard: bool = True
     export: bool = True
     export_dtype: str = "bfloat16"
@@ -80,10 +83,13 @@ class SFTConfig:
                 f"chunk={self.chunk}, keep={self.keep} and log_every={self.log_every} must be at "
                 "least 1"
             )
-        if min(self.save_every, self.eval_every) < 0:
+        if min(self.save_every, self.eval_every, self.max_skipped) < 0:
             raise SFTConfigError(
-                f"save_every={self.save_every} and eval_every={self.eval_every} must not be negative"
+                f"save_every={self.save_every}, eval_every={self.eval_every} and max_skipped="
+                f"{self.max_skipped} must not be negative"
             )
+        if self.preempt_seconds <= 0:
+            raise SFTConfigError(f"preempt_seconds={self.preempt_seconds} must be positive")
         parse_dtype(self.export_dtype, field="export_dtype")
         check_remat(self.remat)
         if len({bucket.prompts for bucket in self.shapes}) > 1:

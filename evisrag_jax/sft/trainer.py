@@ -59,6 +59,7 @@ from evisrag_jax.training.state import (
 MAY_DIFFER = (
     *("data.threads", "data.ahead", "data.cache_mb", "data.feature_cache_mb"),
     *("data.feature_cache_dir", "save_every", "log_every", "keep"),
+    *("max_skipped", "preempt_seconds"),
     *("tensorboard", "export", "export_dtype"),
 )
 
@@ -287,6 +288,8 @@ class SFTRun:
                 counters=self.counters,
                 save_every=config.save_every,
                 log_every=config.log_every,
+                max_skipped=config.max_skipped,
+                preempt_seconds=config.preempt_seconds,
                 eval_every=config.eval_every or (self.steps if config.data.validation else 0),
                 best_metric="eval/loss" if config.data.validation else None,
                 tensorboard=config.tensorboard,
@@ -317,7 +320,7 @@ def train(
         RunFolderError: the folder holds a run of another config; lists the differences.
     """
     with RunFolder(out) as folder:
-        resumed = folder.metrics.exists() and folder.metrics.stat().st_size > 0
+        resumed = folder.has_steps
         if not resumed:
             folder.rejected.unlink(missing_ok=True)
         folder.start(
