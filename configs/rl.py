@@ -55,6 +55,8 @@ def _run(rl: RLConfig, **fields) -> ConfigDict:
             "log_every": 1,
             "eval_limit": 0,
             "keep": 2,
+            "max_skipped": 10,
+            "preempt_seconds": 300.0,
             "rollout_rows": 4,
             "tensorboard": True,
             "export": True,

@@ -151,6 +151,8 @@ def _config(
             "log_every": 1,
             "eval_every": 0,
             "keep": 2,
+            "max_skipped": 10,
+            "preempt_seconds": 300.0,
             "tensorboard": True,
             "export": True,
             "export_dtype": "bfloat16",

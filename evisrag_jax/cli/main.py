@@ -93,8 +93,13 @@ def _run(name: str, argv: list[str]) -> int:
             raise
         if os.environ.get(DEBUG):
             traceback.print_exc()
-        message = f"{error.filename}: {error.strerror}" if about_a_file else error
-        return _fail(name, message, getattr(error, "exit_code", 1))
+        message = f"{error.filename}: {error.strerror}" if about_a_file else str(error)
+        message += "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+        code = getattr(error, "exit_code", 1)
+        if code == 0:  # a run that was asked to stop
+            print(f"evisrag {name}: {message}")
+            return 0
+        return _fail(name, message, code)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -111,9 +111,9 @@ class RLRunConfig:
     without progress, compiles included, after which the job ends (exit code 75); 0 for never.  remat,
     chunk: see `update.UpdateConfig`.  save_every, log_every: in steps.  eval_every, eval_limit:
     validation on `data.validation`, in steps and questions (0 = all).  keep: checkpoints kept beside the
-    best.  rollouts_every, rollout_rows: rollouts/ keeps so many prompts of the first, of every so
-    many-th and of the last step.  export: write RUN/model at the end, in export_dtype, and adapters as
-    RUN/adapter.
+    best.  max_skipped, preempt_seconds: see `training.loop.fit`.  rollouts_every, rollout_rows: rollouts/
+    keeps so many prompts of the first, of every so many-th and of the last step.  export: write
+    RUN/model at the end, in export_dtype, and adapters as RUN/adapter.
     """
 
     model: ModelSource
@@ -138,6 +138,8 @@ class RLRunConfig:
     eval_every: int = 0
     eval_limit: int = 0
     keep: int = 2
+    max_skipped: int = 10
+    preempt_seconds: float = 300.0
     rollouts_every: int = 1
     rollout_rows: int = 4
     tensorboard: bool = True
@@ -146,12 +148,14 @@ class RLRunConfig:
 
     def __post_init__(self) -> None:
         names = ("steps", "slots", "save_every", "eval_every", "eval_limit", "rollout_rows")
-        for name in (*names, "rollout_tensor", "stuck_after"):
+        for name in (*names, "rollout_tensor", "stuck_after", "max_skipped"):
             if getattr(self, name) < 0:
                 raise RLConfigError(f"{name}={getattr(self, name)} must not be negative")
         for name in ("chunk", "log_every", "keep", "rollouts_every"):
             if getattr(self, name) < 1:
                 raise RLConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.preempt_seconds <= 0:
+            raise RLConfigError(f"preempt_seconds={self.preempt_seconds} must be positive")
         if self.epochs <= 0:
             raise RLConfigError(f"epochs={self.epochs} must be positive")
         if self.eval_every and not self.data.validation:

@@ -53,6 +53,7 @@ __all__ = ["RLRun", "RLRunConfig", "train"]
 MAY_DIFFER = (
     *("data.threads", "data.ahead", "data.cache_mb", "data.feature_cache_mb"),
     *("data.feature_cache_dir", "save_every", "log_every", "keep"),
+    *("max_skipped", "preempt_seconds"),
     *("tensorboard", "export", "export_dtype", "rollouts_every", "rollout_rows"),
     *("mesh", "rollout_tensor", "slots", "stuck_after"),
 )
@@ -246,6 +247,8 @@ class RLRun:
                 rollout_rows=config.rollout_rows,
                 save_every=config.save_every,
                 log_every=config.log_every,
+                max_skipped=config.max_skipped,
+                preempt_seconds=config.preempt_seconds,
                 eval_every=config.eval_every,
                 best_metric=None if validate is None else "eval/accuracy",
                 tensorboard=config.tensorboard,

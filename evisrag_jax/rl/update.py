@@ -251,9 +251,9 @@ def compile_old_log_probs(
 def compile_params(
     settings: UpdateConfig, shardings: TrainState, layout: SamplingLayout | None = None
 ):
-    """`compute_params` under jit, in the sampler's layout. Where training has that layout, whole stacks, no
-    adapters, and every parameter the compute dtype, nothing is copied (the arrays are then the state's own, which the next
-    update gives away)."""
+    """`compute_params` under jit, in the sampler's layout. Where training has that layout, whole stacks,
+    no adapters and every parameter the compute dtype, nothing is copied (the arrays are then the state's
+    own, which the next update gives away)."""
     same = layout is None or layout.same
     whole = merged_shardings(full_params(shardings.trainable, shardings.frozen))
     cast = jax.jit(

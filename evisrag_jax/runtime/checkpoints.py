@@ -4,18 +4,23 @@
     checkpoints/<step>/rest     everything else of the state (optimiser, step, keys, ...)
     checkpoints/<step>/extra    JSON: what the run is (identity), its metric, data position, ...
 
-A step is written beside its place and renamed when complete; older steps are deleted only after
-that. What a crash leaves behind is never read: it is set aside by the next save.
+A step is written beside its place, lists the sizes of its files (`_SIZES.json`) and is renamed when
+complete; older steps are deleted only after that. A step whose files are not those of its list (a
+crash, a bad copy, a delete that was cut short) is never read: the one before it is, and the next save
+sets it aside. To go on from an older step, remove the folders of the later ones.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import json
 import logging
 import math
 import os
+import re
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -26,11 +31,14 @@ import orbax.checkpoint as ocp
 from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint import checkpoint_managers as policies
 
-from evisrag_jax.runtime.json_files import plain
+from evisrag_jax.runtime.json_files import plain, write_json
 from evisrag_jax.runtime.run_folder import difference
 
 _ITEMS = ("params", "rest", "extra")
 _SHOWN = 20
+_COMMITTED = "_CHECKPOINT_METADATA"  # written last, so not among the sizes
+_SIZES = "_SIZES.json"
+_ASIDE = re.compile(r"(?:incomplete|unreadable)-(\d+)-\d+")
 
 log = logging.getLogger(__name__)
 
@@ -78,17 +86,49 @@ def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
-def _is_complete(folder: Path) -> bool:
-    """Whether a step's folder was committed and still holds every item that it lists."""
+def _bytes(leaf: Any) -> int:
+    """Bytes of an array as stored, before compression."""
+    if _is_key(leaf):
+        leaf = jax.eval_shape(jax.random.key_data, leaf)
+    return math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize
+
+
+def _files(folder: Path) -> dict[str, int]:
+    """Relative path and size of every file of a step but those written at its commit."""
+    found = (path for path in folder.rglob("*") if path.is_file())
+    sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in found}
+    return {name: sizes[name] for name in sorted(sizes) if name not in (_COMMITTED, _SIZES)}
+
+
+class _Listed(ocp.path.atomicity.AtomicRenameTemporaryPath):
+    """The folder that a step is written in, which lists its files before it gets its name."""
+
+    async def finalize(self) -> None:
+        folder = Path(self.get())
+        sizes = await asyncio.to_thread(_files, folder)
+        await asyncio.to_thread(write_json, folder / _SIZES, sizes)
+        await super().finalize()
+
+
+def damage(folder: Path) -> str | None:
+    """What is wrong with a step's folder, in words; None when it is whole.
+
+    Sizes are compared, not contents: a check costs no reading. What was changed without changing
+    its size, the read itself notices or not.
+    """
     try:
-        facts = json.loads((folder / "_CHECKPOINT_METADATA").read_text(encoding="utf-8"))
-        items = set(facts["item_handlers"]) & set(_ITEMS)
-        committed = bool(facts["commit_timestamp_nsecs"])
+        facts = json.loads((folder / _COMMITTED).read_text(encoding="utf-8"))
+        if not facts["commit_timestamp_nsecs"]:
+            return "it was never committed"
+        sizes = json.loads((folder / _SIZES).read_text(encoding="utf-8"))
     except (OSError, ValueError, KeyError, TypeError):
-        return False
-    marks = {"params": "_METADATA", "rest": "_METADATA", "extra": "metadata"}
-    whole = all((folder / item / marks[item]).is_file() for item in items)
-    return committed and whole and {"params", "extra"} <= items
+        return "it was never committed"
+    there = _files(folder)
+    for name, size in sizes.items():
+        if there.get(name) != size:
+            found = f"has {there[name]} bytes" if name in there else "is missing"
+            return f"{folder / name} {found}, it was written with {size}"
+    return None
 
 
 class Checkpoints:
@@ -128,7 +168,17 @@ class Checkpoints:
         if not self.directory.is_dir():
             return []
         found = (path for path in self.directory.iterdir() if path.name.isdecimal())
-        return sorted(int(path.name) for path in found if _is_complete(path))
+        return sorted(int(path.name) for path in found if damage(path) is None)
+
+    def damaged(self) -> dict[int, str]:
+        """Steps with a folder that cannot be used, later than every complete one, and why."""
+        if not self.directory.is_dir():
+            return {}
+        latest = self.latest_step()
+        found = [path for path in self.directory.iterdir() if path.name.isdecimal()]
+        later = [path for path in found if latest is None or int(path.name) > latest]
+        reasons = {int(path.name): damage(path) for path in later}
+        return {step: reasons[step] for step in sorted(reasons) if reasons[step]}
 
     def latest_step(self) -> int | None:
         """The last complete step; None when there is none."""
@@ -137,7 +187,8 @@ class Checkpoints:
     def best_step(self) -> int | None:
         """The step with the best metric (the later one of equals); None when none has a metric."""
         sign = -1.0 if self.best == "min" else 1.0
-        rated = [(sign * metric, step) for step in self.steps() if (metric := self.metric(step))]
+        metrics = {step: self.metric(step) for step in self.steps()}
+        rated = [(sign * value, step) for step, value in metrics.items() if value is not None]
         return max(rated)[1] if rated else None
 
     def metric(self, step: int) -> float | None:
@@ -162,8 +213,8 @@ class Checkpoints:
             extra: JSON facts: data position, counters of early stopping, ...
             metric: for ``best``. NaN counts as no metric.
         Raises:
-            CheckpointError: the step is there already, a leaf is no array, or this or an earlier
-                write failed.
+            CheckpointError: the step is there already, a leaf is no array, the disk has less room
+                than the arrays, or this or an earlier write failed.
         """
         if "params" not in state:
             raise CheckpointError(f"{self.directory}: the state has no 'params'")
@@ -175,6 +226,7 @@ class Checkpoints:
                 f"{self.directory}: step {step} is there already; a run that goes on from an "
                 "earlier step discards the later ones first"
             )
+        self.check_room(state)
         metric = None if metric is None or math.isnan(metric) else float(metric)
         facts = {"identity": self.identity, "metric": metric, "extra": plain(extra or {})}
         items: dict[str, Any] = {
@@ -187,7 +239,7 @@ class Checkpoints:
         metrics = None if metric is None or self.best is None else {"best": metric}
         try:
             manager = self._open()
-            manager.check_for_errors()
+            manager.wait_until_finished()
             saved = manager.save(
                 step, args=ocp.args.Composite(**items), metrics=metrics, force=True
             )
@@ -195,6 +247,27 @@ class Checkpoints:
             raise CheckpointError(f"{self.directory}: step {step} not saved ({error})") from error
         if not saved:
             raise CheckpointError(f"{self.directory}: Orbax refused to save step {step}")
+
+    def check_room(self, state: Mapping[str, Any]) -> None:
+        """Refuse a save that the disk has no room for, before anything is written.
+
+        Steps that the new one replaces are deleted after it, so their room does not count.
+        """
+        needed = sum(map(_bytes, _leaves(state).values()))
+        folder = self.directory
+        while not folder.exists():
+            folder = folder.parent
+        free = shutil.disk_usage(folder).free
+        if free < needed:
+            raise CheckpointError(
+                f"{self.directory}: a checkpoint needs {needed / 1e9:.3g} GB and the disk has "
+                f"{free / 1e9:.3g} GB; make room there, the steps saved so far are whole"
+            )
+
+    def check(self) -> None:
+        """Raise the error of a write that has failed in the background. Does not wait for others."""
+        if self._manager is not None and not self._manager.is_saving_in_progress():
+            self.wait()
 
     def discard_after(self, step: int) -> list[int]:
         """Delete complete checkpoints later than ``step``; returns their steps."""
@@ -250,22 +323,33 @@ class Checkpoints:
                     preservation_policy=policies.AnyPreservationPolicy(keep),
                     cleanup_tmp_directories=True,
                     enable_async_checkpointing=self.background,
+                    temporary_path_class=_Listed,
                     **options,
                 ),
             )
         return self._manager
 
     def _set_aside(self) -> None:
-        """Rename step folders that are not complete, so that they block nothing."""
+        """Rename step folders that are not complete, so that they block nothing, and delete those that
+        a later complete step has made useless."""
         if not self.directory.is_dir() or jax.process_index() != 0:
             return
+        latest = max(self.steps(), default=-1)
         for path in sorted(self.directory.iterdir()):
-            if path.name.isdecimal() and not _is_complete(path):
-                number = 0
-                while (aside := path.with_name(f"incomplete-{path.name}-{number}")).exists():
-                    number += 1
-                log.warning("%s is not complete; set aside as %s", path, aside.name)
-                path.rename(aside)
+            aside = _ASIDE.fullmatch(path.name)
+            if aside is None and not (path.name.isdecimal() and damage(path)):
+                continue
+            if int(aside[1] if aside else path.name) < latest:
+                shutil.rmtree(path, ignore_errors=True)
+            elif aside is None:
+                self._move_aside(path, "incomplete")
+
+    def _move_aside(self, path: Path, word: str) -> None:
+        number = 0
+        while (aside := path.with_name(f"{word}-{path.name}-{number}")).exists():
+            number += 1
+        log.warning("%s is %s; set aside as %s", path, word, aside.name)
+        path.rename(aside)
 
     # Reading.
 
@@ -288,6 +372,25 @@ class Checkpoints:
         state = {name: params if name == "params" else others[name] for name in template}
         return Restored(step, state, facts["extra"])
 
+    def restore_latest(self, template: Mapping[str, Any]) -> Restored:
+        """Read the newest state that can be read, as `restore` does.
+
+        A step whose files are there but cannot be read is set aside with a warning, and the one
+        before it is read; the error is raised where there is none, and in a run of several
+        processes, which would not agree.
+        """
+        while True:
+            steps = self.steps()
+            try:
+                return self.restore(template)
+            except CheckpointMismatch:
+                raise
+            except CheckpointError as error:
+                if len(steps) < 2 or jax.process_count() > 1:
+                    raise
+                log.warning("%s; going on from step %d", error, steps[-2])
+                self._move_aside(self.directory / str(steps[-1]), "unreadable")
+
     def restore_params(self, template: Any, step: int | None = None) -> Restored:
         """Read the parameters alone (no memory is spent on the rest); ``state`` is their tree."""
         step, folder, facts = self._find(step)
@@ -297,7 +400,8 @@ class Checkpoints:
         self.wait()
         found = self.steps()
         if not found:
-            raise CheckpointError(f"{self.directory}: holds no complete checkpoint")
+            broken = "".join(f"; step {k}: {why}" for k, why in self.damaged().items())
+            raise CheckpointError(f"{self.directory}: holds no complete checkpoint{broken}")
         step = found[-1] if step is None else step
         if step not in found:
             raise CheckpointError(f"{self.directory}: no complete step {step}; there are {found}")

@@ -119,6 +119,11 @@ class MetricWriter:
             self._wandb.log(values, step=step)
         return row
 
+    def flush(self) -> None:
+        """Write out events still held in memory, so that a later kill does not lose them."""
+        if self._events is not None:
+            self._events.flush()
+
     def close(self) -> None:
         """Flush and close what is open; the folder itself stays open."""
         if self._events is not None:

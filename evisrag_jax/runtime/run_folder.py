@@ -108,6 +108,14 @@ class RunFolder:
 
     # Whole files.
 
+    @property
+    def has_steps(self) -> bool:
+        """Whether a run has already got anywhere: it left metrics, or checkpoints (which may be
+        written more often than rows)."""
+        rows = self.metrics.exists() and self.metrics.stat().st_size > 0
+        folders = self.checkpoints.iterdir() if self.checkpoints.is_dir() else ()
+        return rows or any(path.name.isdecimal() for path in folders)
+
     def start(
         self,
         config: Any,
@@ -124,9 +132,11 @@ class RunFolder:
                 in ``may_differ`` (dotted names; a name covers everything below it).
             version_facts: more for versions.json, e.g. the devices.
         Raises:
-            RunFolderError: not resuming and the folder already holds a run with steps, or resuming
-                with another config; the message lists the differences.
+            RunFolderError: not resuming and the folder already holds a run with steps, resuming
+                with another config (the message lists the differences), or the folder is a model
+                or a checkpoint.
         """
+        self._refuse_models()
         given = plain(config)
         if resume and self.config.exists():
             allowed = tuple(may_differ)
@@ -141,7 +151,7 @@ class RunFolder:
                     f"{self.path}: cannot resume with another config "
                     f"({len(lines)} differences, saved -> given):\n  {shown}"
                 )
-        elif not resume and self.metrics.exists() and self.metrics.stat().st_size:
+        elif not resume and self.has_steps:
             raise RunFolderError(
                 f"{self.path}: already holds a run; resume it, or choose another folder"
             )
@@ -157,6 +167,21 @@ class RunFolder:
     def rejected_by(self, process: int) -> Path:
         """The file of records that a process refused: rejected.jsonl of process 0."""
         return self.rejected if process == 0 else self.path / f"rejected-{process}.jsonl"
+
+    def _refuse_models(self) -> None:
+        """A run started here would overwrite what is no run."""
+        inside = self.path.absolute()
+        for folder in (inside, inside.parent, inside.parent.parent):
+            if (folder / "_CHECKPOINT_METADATA").exists():
+                raise RunFolderError(
+                    f"{self.path}: lies in a checkpoint; to go on with its run, give the run's folder"
+                )
+        saved = read_json(self.config) if self.config.exists() else {}
+        if isinstance(saved, Mapping) and "model_type" in saved:
+            raise RunFolderError(
+                f"{self.path}: is a model folder; start from it with --model, and give the folder of "
+                "a run here"
+            )
 
     def read_config(self) -> dict[str, Any]:
         """The resolved config of the run. RunFolderError when the folder holds none."""
@@ -221,7 +246,8 @@ class RunFolder:
         return self._truncate(self.metrics, step)
 
     def truncate(self, step: int) -> None:
-        """Forget everything after ``step``: metrics, timeline, rejected rows and rollouts.
+        """Forget everything after ``step``: metrics, timeline, rejected rows and rollouts,
+        and what a kill left of files that were being written.
 
         Rows without a step (records rejected before the first one) stay.
         """
@@ -232,6 +258,10 @@ class RunFolder:
         for late in self.rollout_steps():
             if late > step:
                 self.rollout_path(late).unlink()
+        for folder in (self.path, self.rollouts):
+            for partial in folder.glob(".*.partial"):
+                if partial.is_file():
+                    partial.unlink()
 
     def _truncate(self, path: Path, step: int) -> int:
         if path in self._writers:

@@ -46,8 +46,8 @@ class SFTConfig:
     remat: what the backward pass computes again (`models.remat`).  chunk: response positions whose
     logits are held at once.  stuck_after: seconds without progress, compiles included, after which the
     job ends (exit code 75); 0 for never.  save_every, log_every, eval_every: in updates.  keep:
-    checkpoints kept beside the best.  export: write RUN/model at the end, in export_dtype, and adapters
-    as RUN/adapter.
+    checkpoints kept beside the best.  max_skipped, preempt_seconds: see `training.loop.fit`.  export:
+    write RUN/model at the end, in export_dtype, and adapters as RUN/adapter.
     """
 
     model: ModelSource
@@ -69,6 +69,8 @@ class SFTConfig:
     log_every: int = 1
     eval_every: int = 0
     keep: int = 2
+    max_skipped: int = 10
+    preempt_seconds: float = 300.0
     tensorboard: bool = True
     export: bool = True
     export_dtype: str = "bfloat16"
@@ -86,11 +88,11 @@ class SFTConfig:
                 f"chunk={self.chunk}, keep={self.keep} and log_every={self.log_every} must be at "
                 "least 1"
             )
-        if min(self.save_every, self.eval_every, self.stuck_after) < 0:
-            raise SFTConfigError(
-                f"save_every={self.save_every}, eval_every={self.eval_every} and stuck_after="
-                f"{self.stuck_after} must not be negative"
-            )
+        for name in ("save_every", "eval_every", "stuck_after", "max_skipped"):
+            if getattr(self, name) < 0:
+                raise SFTConfigError(f"{name}={getattr(self, name)} must not be negative")
+        if self.preempt_seconds <= 0:
+            raise SFTConfigError(f"preempt_seconds={self.preempt_seconds} must be positive")
         parse_dtype(self.export_dtype, field="export_dtype")
         check_remat(self.remat)
         if len({bucket.prompts for bucket in self.shapes}) > 1:

@@ -62,6 +62,7 @@ from evisrag_jax.training.state import (
 MAY_DIFFER = (
     *("data.threads", "data.ahead", "data.cache_mb", "data.feature_cache_mb"),
     *("data.feature_cache_dir", "save_every", "log_every", "keep"),
+    *("max_skipped", "preempt_seconds"),
     *("tensorboard", "export", "export_dtype", "mesh", "stuck_after"),
 )
 
@@ -318,6 +319,8 @@ class SFTRun:
                 counters=self.counters,
                 save_every=config.save_every,
                 log_every=config.log_every,
+                max_skipped=config.max_skipped,
+                preempt_seconds=config.preempt_seconds,
                 eval_every=config.eval_every or (self.steps if config.data.validation else 0),
                 best_metric="eval/loss" if config.data.validation else None,
                 tensorboard=config.tensorboard,

@@ -3,18 +3,17 @@
     restore ─► [ step_fn(state, data, k) ─► metrics row ─► validate? ─► save? ] k = 1 … steps ─► save
 
 A run that is stopped and started again does what the uninterrupted run does: state, data position and
-host facts come back from the latest checkpoint, and rows written after it are dropped. Device work of
-a step runs with the transfer guard on "disallow": inputs are put on devices explicitly or not at all.
+host facts come back from the latest checkpoint, and rows written after it are dropped. A restored
+state does not stand beside the initial one: that one's buffers are freed first. Device work of a step
+runs with the transfer guard on "disallow": inputs are put on devices explicitly or not at all.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import signal
-import threading
+import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -30,14 +29,21 @@ from rich.progress import (
 )
 
 from evisrag_jax.runtime import processes
-from evisrag_jax.runtime.checkpoints import Checkpoints
+from evisrag_jax.runtime.checkpoints import CheckpointError, Checkpoints
 from evisrag_jax.runtime.compile_cache import CompileCounter
 from evisrag_jax.runtime.metrics import MetricWriter
 from evisrag_jax.runtime.run_folder import RunFolder
 from evisrag_jax.runtime.watchdog import beat, watching
 from evisrag_jax.training.state import TrainState, from_checkpoint, to_checkpoint
+from evisrag_jax.training.stopping import Preempted, Stopping
 
 Metrics = Mapping[str, Any]
+
+log = logging.getLogger(__name__)
+
+
+class NonFiniteError(RuntimeError):
+    """Too many updates in a row had a gradient that is not finite; names step and checkpoint."""
 
 
 @runtime_checkable
@@ -87,6 +93,8 @@ def fit(
     save_every: int = 100,
     log_every: int = 1,
     eval_every: int = 0,
+    max_skipped: int = 10,
+    preempt_seconds: float = 300.0,
     best_metric: str | None = None,
     tensorboard: bool = True,
     wandb: Mapping[str, Any] | None = None,
@@ -99,8 +107,8 @@ def fit(
 
     Args:
         run: the started run folder.
-        state: the initial state on its devices; the template of a restored one. Its buffers may be
-            donated by `step_fn`.
+        state: the initial state on its devices; the template of a restored one. Its buffers are
+            gone afterwards: donated by `step_fn`, or freed before a state is restored.
         step_fn: (state, data, k) → (state after update k, its metrics), k counted from 1. It draws
             what it needs from `data` by `next`; StopIteration ends the run early. Metrics are
             scalars, on the device or the host.
@@ -113,6 +121,10 @@ def fit(
             coefficient, counters). Saved and restored.
         counters: further metrics of every row, about this process (caches, say).
         save_every, log_every, eval_every: in updates; 0 saves at the end only, never validates.
+        max_skipped: updates in a row without a finite gradient, as "optim/skipped_in_a_row" of a
+            logged row counts them, that end the run; 0 for no limit.
+        preempt_seconds: after SIGTERM or SIGUSR1, what the running step and the save may take
+            before the process ends itself (`training.stopping`).
         best_metric: the validation metric that checkpoints are rated by.
         tensorboard, wandb: further places for metrics.
         progress: a live bar; None shows one on a terminal.
@@ -122,6 +134,9 @@ def fit(
     Raises:
         KeyboardInterrupt: after an interrupt, once the last whole step has been saved. A second
             interrupt stops at once.
+        Preempted: the same after SIGTERM or SIGUSR1.
+        NonFiniteError: see max_skipped.
+        CheckpointError: a save failed; one in the background, at the end of the step after it.
     """
     if steps < 1 or min(save_every, eval_every) < 0 or log_every < 1:
         raise ValueError(
@@ -129,6 +144,7 @@ def fit(
             f"and eval_every={eval_every} not negative"
         )
     extras = {} if extras is None else extras
+    checkpoints.check_room(to_checkpoint(jax.tree.map(_shape, state)))
     state, done = _restore(run, state, checkpoints, data, extras)
     restored = None if done < 0 else done
     begin, compiles = time.perf_counter(), CompileCounter()
@@ -146,13 +162,14 @@ def fit(
         wandb=wandb if primary else None,
     )
     bar = _Bar(name, steps, progress, shown)
-    with writer, bar, _interrupts() as interrupted, watching(stuck_after):
+    with writer, bar, Stopping(preempt_seconds) as stopping, watching(stuck_after):
 
         def save() -> None:
             nonlocal saved
             if k > saved:
                 beat(f"step {k}: save")
                 rating = validation.get(best_metric) if best_metric and validated == k else None
+                writer.flush()
                 checkpoints.save(k, to_checkpoint(state), place, metric=rating)
                 saved = k
 
@@ -163,12 +180,24 @@ def fit(
             validation.update(writer.write(k, validate(state, k)))
             validated = k
 
+        def stop_if_not_finite() -> None:
+            row = metrics.get("optim/skipped_in_a_row") or 0
+            if max_skipped and metrics.get("step") == k and row >= max_skipped:
+                checkpoints.wait()
+                good = checkpoints.latest_step()
+                where = "no checkpoint yet" if good is None else checkpoints.directory / str(good)
+                raise NonFiniteError(
+                    f"step {k}: the gradients of the last {row:.0f} updates were not finite and "
+                    f"nothing was learnt from them (max_skipped={max_skipped}); last checkpoint: "
+                    f"{where}. Look at the records and the learning rate of these steps"
+                )
+
         wants_eval = validate is not None and eval_every > 0
         if wants_eval and done < 0:
             check()
         try:
             bar.update(k, validation)
-            while k < steps and not processes.any_process(interrupted.is_set()):
+            while k < steps and not stopping.at(k):
                 before = time.perf_counter()
                 beat(f"step {k + 1}")
                 try:
@@ -183,19 +212,23 @@ def fit(
                     more = {} if counters is None else counters()
                     metrics = writer.write(k, row | _more(data) | dict(more) | compiles.metrics())
                 bar.update(k, metrics)
-                if wants_eval and k % eval_every == 0:
+                checkpoints.check()
+                stop_if_not_finite()
+                # The last validation comes before the last save, or a kill between them would lose it.
+                if wants_eval and (k % eval_every == 0 or k == steps):
                     check()
                 if save_every and k % save_every == 0:
                     save()
-            stopped = processes.any_process(interrupted.is_set())
-            if wants_eval and max(validated, done, 0) < k and not stopped:
+            if wants_eval and max(validated, done, 0) < k and not stopping.reason:
                 check()
         except KeyboardInterrupt:
-            interrupted.set()
+            stopping.interrupt()
         if not _is_gone(state):
             save()
         checkpoints.wait()
-    if interrupted.is_set() and k < steps:
+    if stopping.reason and k < steps:
+        if stopping.reason == "preempted":
+            raise Preempted(f"preempted after step {k}; run the same command to go on")
         raise KeyboardInterrupt(
             f"stopped after step {k} of {steps}; the run goes on from step {saved}"
         )
@@ -211,7 +244,16 @@ def _restore(
     extras: dict[str, Any],
 ) -> tuple[TrainState, int]:
     """State and step of the latest checkpoint, or (state, -1); forgets what the run wrote later."""
-    latest = processes.from_primary(checkpoints.latest_step, "the latest checkpoint")
+    latest, damaged = processes.from_primary(
+        lambda: [checkpoints.latest_step(), list(checkpoints.damaged().items())],
+        "the latest checkpoint",
+    )
+    if latest is None and damaged:
+        reasons = "; ".join(f"step {step}: {reason}" for step, reason in damaged)
+        raise CheckpointError(
+            f"{checkpoints.directory}: no checkpoint is whole ({reasons}); remove the folder to "
+            "start the run from nothing"
+        )
     if latest is None:
         # A run that died before its first checkpoint starts again from nothing.
         run.truncate(-1)
@@ -219,14 +261,25 @@ def _restore(
             data.set_state(data.get_state())
         processes.barrier("start")
         return state, -1
-    found = checkpoints.restore(to_checkpoint(state), latest)
-    run.truncate(latest)
+    for step, reason in damaged:
+        log.warning("step %d cannot be used (%s); going on from step %d", step, reason, latest)
+    like = jax.tree.map(_shape, state)
+    template = to_checkpoint(like)
+    for leaf in jax.tree.leaves(state):
+        leaf.delete()
+    found = checkpoints.restore_latest(template)
+    run.truncate(found.step)
     if data is not None:
         data.set_state(found.extra["data"])
     extras.clear()
     extras.update(found.extra["extras"])
     processes.barrier("restore")
-    return from_checkpoint(found.state, state), latest
+    return from_checkpoint(found.state, like), found.step
+
+
+def _shape(leaf: jax.Array) -> jax.ShapeDtypeStruct:
+    """An array without its buffer."""
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
 
 
 def start_folder(
@@ -236,7 +289,7 @@ def start_folder(
     already. `facts` go to versions.json. RunFolderError for another config's folder."""
 
     def start() -> bool:
-        resumed = folder.metrics.exists() and folder.metrics.stat().st_size > 0
+        resumed = folder.has_steps
         if not resumed:
             for path in folder.path.glob("rejected*.jsonl"):
                 path.unlink()
@@ -259,27 +312,6 @@ def _more(data: Data | None) -> dict[str, float]:
 def _is_gone(state: TrainState) -> bool:
     """Whether a broken step has already given the state's buffers away."""
     return any(leaf.is_deleted() for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array))
-
-
-@contextlib.contextmanager
-def _interrupts() -> Iterator[threading.Event]:
-    """An event that the first Ctrl-C sets, so that the running step ends; the second one raises."""
-    event = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield event
-        return
-    previous = signal.getsignal(signal.SIGINT)
-
-    def handle(number: int, frame: Any) -> None:
-        if event.is_set():
-            raise KeyboardInterrupt
-        event.set()
-
-    signal.signal(signal.SIGINT, handle)
-    try:
-        yield event
-    finally:
-        signal.signal(signal.SIGINT, previous)
 
 
 class _Bar:

@@ -161,10 +161,12 @@ def trainable_paths(paths: Iterable[str], config: OptimConfig) -> tuple[str, ...
 
 
 class GuardState(NamedTuple):
-    """Counts of updates left out: gradient norm not finite, and exactly zero (nothing was learnt)."""
+    """Counts of updates left out: gradient norm not finite, and exactly zero (nothing was learnt);
+    and of those not finite since the last update that was made."""
 
     skipped: Int[Array, ""]
     empty: Int[Array, ""]
+    in_a_row: Int[Array, ""]
     inner: Any
 
 
@@ -176,7 +178,8 @@ def guard(inner: optax.GradientTransformation) -> optax.GradientTransformation:
     """
 
     def init(params: Any) -> GuardState:
-        return GuardState(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), inner.init(params))
+        counts = [jnp.zeros((), jnp.int32) for _ in range(3)]
+        return GuardState(*counts, inner.init(params))
 
     def update(grads: Any, state: GuardState, params: Any = None) -> tuple[Any, GuardState]:
         norm = optax.global_norm(grads)
@@ -187,7 +190,9 @@ def guard(inner: optax.GradientTransformation) -> optax.GradientTransformation:
         updates = jax.tree.map(lambda u: jnp.where(use, u, jnp.zeros_like(u)), updates)
         kept = jax.tree.map(lambda new, old: jnp.where(use, new, old), after, state.inner)
         skipped = state.skipped + (~finite).astype(jnp.int32)
-        return updates, GuardState(skipped, state.empty + empty.astype(jnp.int32), kept)
+        in_a_row = jnp.where(use, 0, state.in_a_row + (~finite).astype(jnp.int32))
+        count = state.empty + empty.astype(jnp.int32)
+        return updates, GuardState(skipped, count, in_a_row, kept)
 
     return optax.GradientTransformation(init, update)
 
@@ -285,6 +290,11 @@ def gradient_norms(grads: Mapping[str, Any]) -> dict[str, Float[Array, ""]]:
 
 
 def skipped_updates(opt_state: Any) -> dict[str, Int[Array, ""]]:
-    """How many updates were left out so far: {"optim/skipped": …, "optim/empty": …}."""
+    """How many updates were left out so far: {"optim/skipped": …, "optim/empty": …}, and how many of
+    the first kind in a row: "optim/skipped_in_a_row"."""
     state = opt_state[0]
-    return {"optim/skipped": state.skipped, "optim/empty": state.empty}
+    return {
+        "optim/skipped": state.skipped,
+        "optim/empty": state.empty,
+        "optim/skipped_in_a_row": state.in_a_row,
+    }

@@ -49,10 +49,25 @@ def find_model(path: str | Path) -> Path:
     """A folder, or the name of a bundled model. ModelError lists the names if it is neither."""
     folder = Path(path)
     if folder.is_dir():
+        _refuse_runs(folder)
         return folder
     if str(path) in bundled():
         return ASSETS / str(path)
     raise ModelError(f"{path}: no such model folder; bundled models: {', '.join(bundled())}")
+
+
+def _refuse_runs(folder: Path) -> None:
+    """A run and its checkpoints are gone on with, not started from."""
+    run = next(
+        (p for p in (folder, *folder.absolute().parents) if (p / "versions.json").exists()), None
+    )
+    if run is None or (folder / "tokenizer.json").exists():
+        return
+    raise ModelError(
+        f"{folder}: holds a run's checkpoints, not a model. To go on with that run, give the command "
+        f"that started it, with --out {run}; to start another from its weights, give {run / 'model'}, "
+        "which it exports at its end"
+    )
 
 
 def load_pretrained(

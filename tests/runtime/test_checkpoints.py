@@ -206,7 +206,8 @@ def test_absent_and_wrong_input_is_named(tmp_path):
         writer.save(1, {"params": {"x": jnp.zeros(1)}})
     with pytest.raises(CheckpointError, match=r"no complete step 4; there are \[1\]"):
         Checkpoints(tmp_path, identity={}).restore_params({"x": jnp.zeros(1)}, 4)
-    (tmp_path / "1" / "extra" / "metadata").write_text("{")
+    facts = tmp_path / "1" / "extra" / "metadata"
+    facts.write_text("{" * facts.stat().st_size)
     with pytest.raises(CheckpointError, match="metadata: cannot be read"):
         Checkpoints(tmp_path, identity={}).restore_params({"x": jnp.zeros(1)})
     with pytest.raises(CheckpointError, match="keep is 0"):

@@ -93,6 +93,7 @@ def test_update_with_a_gradient_that_is_not_finite_is_left_out_and_counted(bad):
     assert {k: int(v) for k, v in skipped_updates(state).items()} == {
         "optim/skipped": 1,
         "optim/empty": 0,
+        "optim/skipped_in_a_row": 1,
     }
     after, _ = run(config, parameters(), [broken, parameters(2)])
     fresh, _ = run(config, parameters(), [parameters(2)])
