@@ -252,7 +252,7 @@ def programs(config: Qwen25VLConfig, mesh: Mesh, dtype: Any) -> tuple[Any, Any, 
         model.logical_axes(config)["vision"], model.param_shapes(config)["vision"], mesh
     )
     batch = meshes.batch_sharding(mesh)
-    encode = meshes.traced_on(mesh, partial(encode_pages, config=config.vision))
+    encode = partial(encode_pages, config=config.vision)
     return (
         jax.jit(encode, in_shardings=(tower, batch), out_shardings=batch),
         jax.jit(partial(copy_tower, dtype=dtype), in_shardings=(tower,), out_shardings=tower),
