@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from evisrag_jax.models.lora import LoraConfig, merge
 from evisrag_jax.models.qwen25vl.adapter_files import save_adapter
 from evisrag_jax.models.qwen25vl.weights import save_params
 from evisrag_jax.pages.plan import PixelBudget
+from evisrag_jax.runtime.processes import barrier, is_primary
 from evisrag_jax.training.pretrained import Pretrained
 
 
@@ -22,7 +25,7 @@ def export(
     dtype: Any,
     lora: LoraConfig | None = None,
 ) -> None:
-    """Write `folder`, beside its place first and then renamed.
+    """Write `folder`, beside its place first and then renamed. All of several processes call this.
 
     Config, tokenizer and template are those of the folder that the run started from. The processor's
     pixel limits are those of the run's pages, so that whoever loads the folder sees pages at the size
@@ -35,12 +38,12 @@ def export(
     """
     if lora is not None and lora.rank:
         params = merge(params, lora)
-    partial_folder = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial_folder, ignore_errors=True)
-    save_params(params, pretrained.config, partial_folder, source=pretrained.folder, dtype=dtype)
-    set_pixel_limits(partial_folder, pretrained.budget)
-    shutil.rmtree(folder, ignore_errors=True)
-    partial_folder.rename(folder)
+    with _replaced(folder) as partial_folder:
+        save_params(
+            params, pretrained.config, partial_folder, source=pretrained.folder, dtype=dtype
+        )
+        if is_primary():
+            set_pixel_limits(partial_folder, pretrained.budget)
 
 
 def export_adapter(params: Any, pretrained: Pretrained, folder: Path, lora: LoraConfig) -> None:
@@ -51,12 +54,22 @@ def export_adapter(params: Any, pretrained: Pretrained, folder: Path, lora: Lora
     """
     if not lora.rank or lora.also:
         return
-    partial_folder = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial_folder, ignore_errors=True)
     base = str(pretrained.folder)
-    save_adapter(params, pretrained.config, lora, partial_folder, base=base)
-    shutil.rmtree(folder, ignore_errors=True)
-    partial_folder.rename(folder)
+    with _replaced(folder) as partial_folder:
+        save_adapter(params, pretrained.config, lora, partial_folder, base=base)
+
+
+@contextmanager
+def _replaced(folder: Path) -> Iterator[Path]:
+    """A new folder that takes the place of `folder` when the block is through; process 0 handles files."""
+    partial_folder = folder.with_name(f".{folder.name}.partial")
+    if is_primary():
+        shutil.rmtree(partial_folder, ignore_errors=True)
+    yield partial_folder
+    if is_primary():
+        shutil.rmtree(folder, ignore_errors=True)
+        partial_folder.rename(folder)
+    barrier(f"export of {folder.name}")
 
 
 def set_pixel_limits(folder: Path, budget: PixelBudget) -> None:

@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jax
 from jax.sharding import Mesh
 from transformers import PreTrainedTokenizerFast
 
 from evisrag_jax.models.qwen25vl import model, weights
-from evisrag_jax.models.qwen25vl.config import Qwen25VLConfig
+from evisrag_jax.models.qwen25vl.config import Qwen25VLConfig, load_config
 from evisrag_jax.pages.plan import PixelBudget, VisionLayout, processor_settings, resolve_budget
 from evisrag_jax.prompts.tokenizer import load_tokenizer, stop_ids
 from evisrag_jax.runtime.mesh import shardings
@@ -87,11 +86,11 @@ def load_pretrained(
         ModelError, WeightsError, ConfigError, TokenizerError: naming folder and reason.
     """
     folder = find_model(path)
-    params, config = weights.load_params(folder, parse_dtype(dtype))
-    if mesh is None:
-        params = jax.device_put(params, jax.devices()[0])
-    else:
-        params = jax.device_put(params, shardings(model.logical_axes(config), params, mesh))
+    places = None
+    if mesh is not None:
+        known = load_config(folder)
+        places = shardings(model.logical_axes(known), model.param_shapes(known), mesh)
+    params, config = weights.load_params(folder, parse_dtype(dtype), places)
     tokenizer = load_tokenizer(folder)
     own, layout = processor_settings(folder)
     return Pretrained(

@@ -20,6 +20,7 @@ from safetensors.numpy import save_file
 
 from evisrag_jax.models.lora import LoraConfig, Target, find_targets
 from evisrag_jax.models.qwen25vl.config import Qwen25VLConfig
+from evisrag_jax.models.qwen25vl.weights import fetch
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -42,20 +43,20 @@ def save_adapter(
     *,
     base: str,
 ) -> None:
-    """Write the adapters of nested parameters into `folder`, float32.
+    """Write the adapters of nested parameters into `folder`, float32. All of several processes call this,
+    and process 0 writes.
 
     Args:
         base: the model that they are for, as adapter_config.json names it.
     """
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, np.ndarray] = {}
     targets = find_targets(config, lora)
     for target in targets:
         node: Any = params
         for key in target.path.split("/"):
             node = node[key]
-        a, b = (np.asarray(jax.device_get(node[f"lora_{one}"]), np.float32) for one in "ab")
+        a, b = (fetch(node[f"lora_{one}"]).astype(np.float32) for one in "ab")
         layers = len(target.names)
         a = a.reshape(layers, target.sizes[0], lora.rank)
         b = b.reshape(layers, lora.rank, target.sizes[1])
@@ -63,6 +64,9 @@ def save_adapter(
             stem = f"base_model.model.{module_name(name, config)}"
             tensors[f"{stem}.lora_A.weight"] = np.ascontiguousarray(a[i].T)
             tensors[f"{stem}.lora_B.weight"] = np.ascontiguousarray(b[i].T)
+    if jax.process_index():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(peft_config(config, lora, targets, base=base), indent=2) + "\n"
     (folder / CONFIG).write_text(text, encoding="utf-8")
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
