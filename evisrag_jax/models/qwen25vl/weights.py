@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -74,7 +74,7 @@ def check_folder(folder: str | Path) -> tuple[Qwen25VLConfig, Shards]:
             f"unknown tensors: {', '.join(unknown) or 'none'}"
         )
     for entry in table:
-        shards.check(entry.name, entry.save(_no_data(_shape(shapes, entry))).shape)
+        shards.check(entry.name, entry.save(_no_data(tensor_shape(shapes, entry))).shape)
     return config, shards
 
 
@@ -136,7 +136,7 @@ def _part(entry: Entry, shape: tuple[int, ...], bounds: Any, raw: np.ndarray) ->
     return entry.load(raw, shape)[tuple(slice(*pair) for pair in bounds)]
 
 
-def _shape(shapes: Params, entry: Entry) -> tuple[int, ...]:
+def tensor_shape(shapes: Params, entry: Entry) -> tuple[int, ...]:
     """Of one tensor as part of its parameter."""
     shape = _leaf(shapes, entry.path).shape
     return shape if entry.layer is None else shape[1:]
@@ -166,23 +166,42 @@ def save_params(
     that config is another than the parameters'. Weight files already in `folder` are replaced. All of
     several processes call this, and process 0 writes.
     """
-    folder = Path(folder)
     if source is not None and load_config(source) != config:
         raise WeightsError(f"{source}: its config.json is of another model than the parameters")
+
+    def tensor(entry: Entry) -> np.ndarray:
+        return entry.save(fetch(_leaf(params, entry.path), entry.layer))
+
+    write_folder(tensor, config, Path(folder), source, np.dtype(dtype), max_shard_bytes)
+
+
+def write_folder(
+    tensor: Callable[[Entry], np.ndarray],
+    config: Qwen25VLConfig,
+    folder: Path,
+    source: str | Path | None,
+    dtype: np.dtype,
+    max_shard_bytes: int,
+) -> None:
+    """The files of `save_params` from a function that gives each tensor as the files hold it."""
     writes = jax.process_index() == 0
     if writes:
-        _write_side_files(folder, config, source, np.dtype(dtype).name)
-    plan = _plan(config, np.dtype(dtype), max_shard_bytes)
+        _write_side_files(folder, config, source, dtype.name)
+    plan = _plan(config, dtype, max_shard_bytes)
     weight_map: dict[str, str] = {}
     for i, part in enumerate(plan):
         file = SINGLE if len(plan) == 1 else f"model-{i + 1:05d}-of-{len(plan):05d}.safetensors"
-        tensors = {name: tensor for name, tensor in _tensors(params, part, dtype) if writes}
+        tensors = {}
+        for entry in part:
+            value = tensor(entry)  # in all processes
+            if writes:
+                tensors[entry.name] = np.ascontiguousarray(value.astype(dtype))
         if writes:
             write_tensors(folder / file, tensors)
         weight_map |= dict.fromkeys((entry.name for entry in part), file)
     if writes and len(plan) > 1:
         shapes = param_shapes(config)
-        sizes = (np.prod(_shape(shapes, e)) * np.dtype(dtype).itemsize for e in entries(config))
+        sizes = (np.prod(tensor_shape(shapes, e)) * dtype.itemsize for e in entries(config))
         index = {"metadata": {"total_size": int(sum(sizes))}, "weight_map": weight_map}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
@@ -193,20 +212,13 @@ def _plan(config: Qwen25VLConfig, dtype: np.dtype, limit: int) -> list[list[Entr
     plan: list[list[Entry]] = [[]]
     size = 0
     for entry in entries(config):
-        nbytes = int(np.prod(_shape(shapes, entry))) * dtype.itemsize
+        nbytes = int(np.prod(tensor_shape(shapes, entry))) * dtype.itemsize
         if plan[-1] and size + nbytes > limit:
             plan.append([])
             size = 0
         plan[-1].append(entry)
         size += nbytes
     return plan
-
-
-def _tensors(params: Params, part: list[Entry], dtype: Any) -> Iterator[tuple[str, np.ndarray]]:
-    """Name and tensor as the file holds it, one after another; all processes take part."""
-    for entry in part:
-        value = fetch(_leaf(params, entry.path), entry.layer)
-        yield entry.name, np.ascontiguousarray(entry.save(value).astype(dtype))
 
 
 def fetch(leaf: Any, layer: int | None = None) -> np.ndarray:
