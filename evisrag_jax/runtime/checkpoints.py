@@ -93,6 +93,15 @@ def _bytes(leaf: Any) -> int:
     return math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize
 
 
+def _reader(tree: Any) -> ocp.StandardCheckpointHandler:
+    """Reads a tree with little beside it: an array that is being read takes its bytes twice, so only
+    one of the largest, or a sixteenth of the whole, is at a time."""
+    sizes = [_bytes(leaf) for leaf in _leaves(tree).values()]
+    # Orbax wants more than the largest. It takes gigabytes, but fractions of one too.
+    most = max(1.01 * max(sizes, default=0) + 2**10, sum(sizes) / 16)
+    return ocp.StandardCheckpointHandler(restore_concurrent_gb=most / 1e9)
+
+
 def _files(folder: Path) -> dict[str, int]:
     """Relative path and size of every file of a step but those written at its commit."""
     found = (path for path in folder.rglob("*") if path.is_file())
@@ -422,7 +431,7 @@ class Checkpoints:
         out = {}
         for item, tree in trees.items():
             try:
-                with contextlib.closing(ocp.StandardCheckpointHandler()) as handler:
+                with contextlib.closing(_reader(tree)) as handler:
                     saved = _leaves(handler.metadata(folder / item).tree)
                     self._refuse(
                         int(folder.name),

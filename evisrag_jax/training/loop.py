@@ -193,13 +193,13 @@ def fit(
                 except StopIteration:
                     break
                 k, place = k + 1, _place(data, extras)
+                checkpoints.check()
                 if k % log_every == 0 or k == steps:
                     row = dict(jax.device_get(dict(device_metrics)))
                     row["time/step"] = time.perf_counter() - before
                     more = {} if counters is None else counters()
                     metrics = writer.write(k, row | _more(data) | dict(more) | compiles.metrics())
                 bar.update(k, metrics)
-                checkpoints.check()
                 stop_if_not_finite()
                 # The last validation comes before the last save, or a kill between them would lose it.
                 if wants_eval and (k % eval_every == 0 or k == steps):
