@@ -44,6 +44,7 @@ from evisrag_jax.training.optimiser import for_run, make_optimiser
 from evisrag_jax.training.page_cache import PageCache
 from evisrag_jax.training.pretrained import load_pretrained
 from evisrag_jax.training.state import full_params, init_state, place, state_shardings
+from evisrag_jax.training.stopping import preemption_ends_this
 
 __all__ = ["RLRun", "RLRunConfig", "train"]
 
@@ -261,7 +262,7 @@ def train(
     Raises:
         RunFolderError: the folder holds a run of another config; lists the differences.
     """
-    with RunFolder(out) as folder:
+    with RunFolder(out) as folder, preemption_ends_this():
         resumed = folder.has_steps
         if not resumed:
             folder.rejected.unlink(missing_ok=True)

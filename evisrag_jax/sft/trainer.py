@@ -54,6 +54,7 @@ from evisrag_jax.training.state import (
     place,
     state_shardings,
 )
+from evisrag_jax.training.stopping import preemption_ends_this
 
 # What may change when a run goes on: nothing here changes a number.
 MAY_DIFFER = (
@@ -319,7 +320,7 @@ def train(
     Raises:
         RunFolderError: the folder holds a run of another config; lists the differences.
     """
-    with RunFolder(out) as folder:
+    with RunFolder(out) as folder, preemption_ends_this():
         resumed = folder.has_steps
         if not resumed:
             folder.rejected.unlink(missing_ok=True)

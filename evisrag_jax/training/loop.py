@@ -140,8 +140,9 @@ def fit(
             f"and eval_every={eval_every} not negative"
         )
     extras = {} if extras is None else extras
-    checkpoints.check_room(to_checkpoint(state))
     state, done = _restore(run, state, checkpoints, data, extras)
+    if done < steps:
+        checkpoints.check_room(to_checkpoint(state))
     restored = None if done < 0 else done
     begin, compiles = time.perf_counter(), CompileCounter()
     metrics: dict[str, Any] = {}

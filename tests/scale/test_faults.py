@@ -3,6 +3,7 @@ finite, dead workers; and that a resume holds one state."""
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -199,6 +200,15 @@ def test_a_run_whose_every_checkpoint_is_damaged_is_not_begun_anew(tmp_path):
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
 
 
+def test_a_run_goes_on_from_an_older_step_once_the_later_ones_are_removed(tmp_path):
+    straight = go(tmp_path, 6)
+    before = rows(tmp_path)
+    shutil.rmtree(tmp_path / "checkpoints" / "6")
+    again = go(tmp_path, 6)
+    assert again.restored == 4 and rows(tmp_path) == before
+    same(again.state, straight.state)
+
+
 def test_what_a_later_checkpoint_has_made_useless_is_deleted(tmp_path):
     """A delete that was cut short, and folders set aside before; a damaged newer step stays."""
     save_steps(tmp_path, 1, 2, 3, 4)
@@ -277,6 +287,28 @@ def test_sigterm_to_the_command_exits_0_and_the_same_command_goes_on(
     monkeypatch.setattr(trainer.SFTRun, "step", step)
     assert main(["sft"]) == 0
     assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 4
+
+
+def test_sigterm_outside_the_steps_exits_0_too(model, data, tmp_path, monkeypatch, capsys):
+    """While the model is read there is nothing to save, and while it is exported everything has been."""
+    from evisrag_jax.cli import sft
+    from evisrag_jax.sft import trainer
+
+    def asked(*args, **settings):
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise AssertionError("the signal did not end the command")
+
+    before = signal.getsignal(signal.SIGTERM)
+    config = make_config(model, data, steps=1)
+    monkeypatch.setattr(sft, "run", lambda argv: train(config, tmp_path) and 0)
+    for name in ("load_pretrained", "export"):
+        with monkeypatch.context() as patch:
+            patch.setattr(trainer, name, asked)
+            assert main(["sft"]) == 0
+        assert "run the same command to go on" in capsys.readouterr().out
+        assert not (tmp_path / "summary.json").exists()
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert main(["sft"]) == 0 and (tmp_path / "model" / "config.json").exists()
 
 
 # Gradients that are not finite.
@@ -380,10 +412,12 @@ else:
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads Linux's /proc")
 def test_b78_parameters_alone_take_their_own_memory(tmp_path):
-    """B78: 200 MB of parameters with as many moments beside them; the process grows by less than 1.3 times
-    the parameters."""
+    """B78: 200 MB of parameters in 12 arrays, with as many moments beside them; the process grows by less
+    than 1.3 times the parameters (2 of 12 arrays are being read at a time: 1.17)."""
     for what in ("save", "load"):
         env = dict(os.environ, PYTHONPATH=ROOT, JAX_PLATFORMS="cpu", XLA_FLAGS="")
+        # glibc gives freed arrays of less than 32 MB back to the system only at a fixed threshold.
+        env["MALLOC_MMAP_THRESHOLD_"] = "65536"
         command = [sys.executable, "-c", PARAMS_ONLY, str(tmp_path), what]
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr
