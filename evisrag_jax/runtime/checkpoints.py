@@ -104,8 +104,12 @@ def _reader(tree: Any) -> ocp.StandardCheckpointHandler:
 
 def _files(folder: Path) -> dict[str, int]:
     """Relative path and size of every file of a step but those written at its commit."""
-    found = (path for path in folder.rglob("*") if path.is_file())
-    sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in found}
+    sizes = {}
+    for inside, _, names in os.walk(folder):
+        for name in names:
+            path = Path(inside, name)
+            with contextlib.suppress(FileNotFoundError):  # an old step is being deleted meanwhile
+                sizes[path.relative_to(folder).as_posix()] = path.stat().st_size
     return {name: sizes[name] for name in sorted(sizes) if name not in (_COMMITTED, _SIZES)}
 
 

@@ -159,7 +159,6 @@ def fit(
             nonlocal saved
             if k > saved:
                 rating = validation.get(best_metric) if best_metric and validated == k else None
-                writer.flush()
                 checkpoints.save(k, to_checkpoint(state), place, metric=rating)
                 saved = k
 

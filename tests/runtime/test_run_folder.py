@@ -170,11 +170,3 @@ def test_run_folders_and_metrics_do_not_import_jax(tmp_path):
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
     assert json.loads((tmp_path / "metrics.jsonl").read_text())["x/y"] == 1.0
-
-
-def test_flushed_events_outlive_a_kill(tmp_path):
-    """What was written before a checkpoint is on the disk with it, not in a thread's memory."""
-    with RunFolder(tmp_path) as run, MetricWriter(run) as writer:
-        writer.write(1, {"loss/total": 0.5})
-        writer.flush()
-        assert tensorboard_scalars(run.tensorboard) == [("loss/total", 1, 0.5)]
