@@ -183,7 +183,12 @@ def test_b75_a_kill_while_saving_leaves_a_complete_step(tmp_path):
             if got.step == 10:
                 again.save(20, {"params": {"x": jnp.full(2**20, 20.0)}})
                 again.wait()
-            assert again.steps() == [20]
+                assert again.steps() == [20]
+            # A kill after the commit leaves step 10 beside it, until the next save.
+            assert again.latest_step() == 20
+            again.save(30, {"params": {"x": jnp.full(2**20, 30.0)}})
+            again.wait()
+            assert again.steps() == [30]
     assert 10 in found, "no kill came before the commit"
 
 

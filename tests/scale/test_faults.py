@@ -16,7 +16,8 @@ import pytest
 
 from evisrag_jax.cli.main import main
 from evisrag_jax.runtime import checkpoints as stores
-from evisrag_jax.runtime.checkpoints import CheckpointError, Checkpoints, damage
+from evisrag_jax.runtime.checkpoint_files import Listed, damage
+from evisrag_jax.runtime.checkpoints import CheckpointError, Checkpoints
 from evisrag_jax.runtime.run_folder import RunFolder, RunFolderError
 from evisrag_jax.sft.trainer import train
 from evisrag_jax.training.loop import NonFiniteError
@@ -100,7 +101,7 @@ def test_a_write_that_fails_in_the_background_ends_the_next_step_with_the_path(
     tmp_path, monkeypatch
 ):
     """B75: the disk refuses the end of the save of step 2 while step 3 runs."""
-    finalize = stores._Listed.finalize
+    finalize = Listed.finalize
     seen = []
 
     async def refusing(self):
@@ -115,7 +116,7 @@ def test_a_write_that_fails_in_the_background_ends_the_next_step_with_the_path(
                 pass
         return step_fn(state, data, k)
 
-    monkeypatch.setattr(stores._Listed, "finalize", refusing)
+    monkeypatch.setattr(Listed, "finalize", refusing)
     opened = Checkpoints._open
 
     def spy(self):
