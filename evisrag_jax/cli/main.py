@@ -94,7 +94,9 @@ def _run(name: str, argv: list[str]) -> int:
         if os.environ.get(DEBUG):
             traceback.print_exc()
         message = f"{error.filename}: {error.strerror}" if about_a_file else str(error)
-        message += "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+        # What it happened to, such as the record that a worker was preparing; libraries add notes too.
+        notes = [note for note in getattr(error, "__notes__", ()) if note.startswith("while ")]
+        message += "".join(f" ({note})" for note in notes)
         code = getattr(error, "exit_code", 1)
         if code == 0:  # a run that was asked to stop
             print(f"evisrag {name}: {message}")

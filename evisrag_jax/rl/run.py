@@ -46,6 +46,7 @@ from evisrag_jax.training.optimiser import for_adapters, for_run, make_optimiser
 from evisrag_jax.training.page_cache import PageCache
 from evisrag_jax.training.pretrained import load_pretrained
 from evisrag_jax.training.state import full_params, init_state, place, state_shardings
+from evisrag_jax.training.stopping import preemption_ends_this
 
 __all__ = ["RLRun", "RLRunConfig", "train"]
 
@@ -278,7 +279,7 @@ def train(
     Raises:
         RunFolderError: the folder holds a run of another config; lists the differences.
     """
-    with RunFolder(out, writes=processes.is_primary()) as folder:
+    with RunFolder(out, writes=processes.is_primary()) as folder, preemption_ends_this():
         facts = {"devices": [str(device) for device in jax.devices()], **(facts or {})}
         resumed = start_folder(folder, config, MAY_DIFFER, facts)
         run = RLRun(config, folder, resumed=resumed)

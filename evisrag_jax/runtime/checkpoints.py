@@ -12,7 +12,6 @@ sets it aside. To go on from an older step, remove the folders of the later ones
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import json
@@ -31,13 +30,12 @@ import orbax.checkpoint as ocp
 from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint import checkpoint_managers as policies
 
-from evisrag_jax.runtime.json_files import plain, write_json
+from evisrag_jax.runtime.checkpoint_files import Listed, damage
+from evisrag_jax.runtime.json_files import plain
 from evisrag_jax.runtime.run_folder import difference
 
 _ITEMS = ("params", "rest", "extra")
 _SHOWN = 20
-_COMMITTED = "_CHECKPOINT_METADATA"  # written last, so not among the sizes
-_SIZES = "_SIZES.json"
 _ASIDE = re.compile(r"(?:incomplete|unreadable)-(\d+)-\d+")
 
 log = logging.getLogger(__name__)
@@ -93,42 +91,13 @@ def _bytes(leaf: Any) -> int:
     return math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize
 
 
-def _files(folder: Path) -> dict[str, int]:
-    """Relative path and size of every file of a step but those written at its commit."""
-    found = (path for path in folder.rglob("*") if path.is_file())
-    sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in found}
-    return {name: sizes[name] for name in sorted(sizes) if name not in (_COMMITTED, _SIZES)}
-
-
-class _Listed(ocp.path.atomicity.AtomicRenameTemporaryPath):
-    """The folder that a step is written in, which lists its files before it gets its name."""
-
-    async def finalize(self) -> None:
-        folder = Path(self.get())
-        sizes = await asyncio.to_thread(_files, folder)
-        await asyncio.to_thread(write_json, folder / _SIZES, sizes)
-        await super().finalize()
-
-
-def damage(folder: Path) -> str | None:
-    """What is wrong with a step's folder, in words; None when it is whole.
-
-    Sizes are compared, not contents: a check costs no reading. What was changed without changing
-    its size, the read itself notices or not.
-    """
-    try:
-        facts = json.loads((folder / _COMMITTED).read_text(encoding="utf-8"))
-        if not facts["commit_timestamp_nsecs"]:
-            return "it was never committed"
-        sizes = json.loads((folder / _SIZES).read_text(encoding="utf-8"))
-    except (OSError, ValueError, KeyError, TypeError):
-        return "it was never committed"
-    there = _files(folder)
-    for name, size in sizes.items():
-        if there.get(name) != size:
-            found = f"has {there[name]} bytes" if name in there else "is missing"
-            return f"{folder / name} {found}, it was written with {size}"
-    return None
+def _reader(tree: Any) -> ocp.StandardCheckpointHandler:
+    """Reads a tree with little beside it: an array that is being read takes its bytes twice, so only
+    one of the largest, or a sixteenth of the whole, is at a time."""
+    sizes = [_bytes(leaf) for leaf in _leaves(tree).values()]
+    # Orbax wants more than the largest. It takes gigabytes, but fractions of one too.
+    most = max(1.01 * max(sizes, default=0) + 2**10, sum(sizes) / 16)
+    return ocp.StandardCheckpointHandler(restore_concurrent_gb=most / 1e9)
 
 
 class Checkpoints:
@@ -323,7 +292,7 @@ class Checkpoints:
                     preservation_policy=policies.AnyPreservationPolicy(keep),
                     cleanup_tmp_directories=True,
                     enable_async_checkpointing=self.background,
-                    temporary_path_class=_Listed,
+                    temporary_path_class=Listed,
                     **options,
                 ),
             )
@@ -422,7 +391,7 @@ class Checkpoints:
         out = {}
         for item, tree in trees.items():
             try:
-                with contextlib.closing(ocp.StandardCheckpointHandler()) as handler:
+                with contextlib.closing(_reader(tree)) as handler:
                     saved = _leaves(handler.metadata(folder / item).tree)
                     self._refuse(
                         int(folder.name),

@@ -146,14 +146,19 @@ class JsonlWriter:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if _ends_torn(self.path):
             filter_jsonl(self.path, lambda row: True)
-        self._file: IO[str] | None = self.path.open("a", encoding="utf-8")
+        # Unbuffered, so that a row which the disk refuses is not tried again when the file is closed.
+        self._file: IO[bytes] | None = self.path.open("ab", buffering=0)
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Append one row."""
+        """Append one row. OSError names the file."""
         if self._file is None:
             raise JsonFileError(f"{self.path}: the writer is closed")
-        self._file.write(dump_row(row))
-        self._file.flush()
+        left = dump_row(row).encode("utf-8")
+        try:
+            while left:
+                left = left[self._file.write(left) :]
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
 
     def close(self) -> None:
         """Close the file; closing twice is fine."""

@@ -69,7 +69,8 @@ class MetricWriter:
         folder: the run's folder.
         resume_step: the restored step when a run goes on: rows and events after it are dropped, and
             "time" goes on from the last row that is left.
-        tensorboard: also write events to tb/.
+        tensorboard: also write events to tb/. They are written by a thread: a kill may lose those of
+            the last seconds there (the rows never).
         wandb: arguments of ``wandb.init`` (project, name, mode, ...); None writes nothing there.
     """
 
@@ -118,11 +119,6 @@ class MetricWriter:
         if self._wandb is not None:
             self._wandb.log(values, step=step)
         return row
-
-    def flush(self) -> None:
-        """Write out events still held in memory, so that a later kill does not lose them."""
-        if self._events is not None:
-            self._events.flush()
 
     def close(self) -> None:
         """Flush and close what is open; the folder itself stays open."""

@@ -57,6 +57,7 @@ from evisrag_jax.training.state import (
     place,
     state_shardings,
 )
+from evisrag_jax.training.stopping import preemption_ends_this
 
 # What may change when a run goes on: nothing here changes a number.
 MAY_DIFFER = (
@@ -356,7 +357,7 @@ def train(
     Raises:
         RunFolderError: the folder holds a run of another config; lists the differences.
     """
-    with RunFolder(out, writes=processes.is_primary()) as folder:
+    with RunFolder(out, writes=processes.is_primary()) as folder, preemption_ends_this():
         facts = {"devices": [str(device) for device in jax.devices()], **(facts or {})}
         resumed = start_folder(folder, config, MAY_DIFFER, facts)
         run = SFTRun(config, folder, resumed=resumed)

@@ -144,8 +144,9 @@ def fit(
             f"and eval_every={eval_every} not negative"
         )
     extras = {} if extras is None else extras
-    checkpoints.check_room(to_checkpoint(jax.tree.map(_shape, state)))
     state, done = _restore(run, state, checkpoints, data, extras)
+    if done < steps:
+        checkpoints.check_room(to_checkpoint(jax.tree.map(_shape, state)))
     restored = None if done < 0 else done
     begin, compiles = time.perf_counter(), CompileCounter()
     metrics: dict[str, Any] = {}
@@ -169,7 +170,6 @@ def fit(
             if k > saved:
                 beat(f"step {k}: save")
                 rating = validation.get(best_metric) if best_metric and validated == k else None
-                writer.flush()
                 checkpoints.save(k, to_checkpoint(state), place, metric=rating)
                 saved = k
 
@@ -206,13 +206,13 @@ def fit(
                 except StopIteration:
                     break
                 k, place = k + 1, _place(data, extras)
+                checkpoints.check()
                 if k % log_every == 0 or k == steps:
                     row = dict(jax.device_get(dict(device_metrics)))
                     row["time/step"] = time.perf_counter() - before
                     more = {} if counters is None else counters()
                     metrics = writer.write(k, row | _more(data) | dict(more) | compiles.metrics())
                 bar.update(k, metrics)
-                checkpoints.check()
                 stop_if_not_finite()
                 # The last validation comes before the last save, or a kill between them would lose it.
                 if wants_eval and (k % eval_every == 0 or k == steps):

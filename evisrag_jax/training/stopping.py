@@ -9,10 +9,12 @@ process with exit code 1; its last checkpoint is whole then.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -30,6 +32,31 @@ class Preempted(Exception):
     exit_code = 0
 
 
+@contextlib.contextmanager
+def preemption_ends_this() -> Iterator[None]:
+    """SIGTERM and SIGUSR1 raise Preempted in the block: for what needs no saving, around the steps."""
+
+    def handle(number: int, frame: Any) -> None:
+        raise Preempted("preempted outside the steps; run the same command to go on")
+
+    with _handlers(dict.fromkeys(PREEMPTION, handle)):
+        yield
+
+
+@contextlib.contextmanager
+def _handlers(handlers: dict[int, Any]) -> Iterator[None]:
+    """Signal handlers during the block; in another thread than the main one, none."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = {number: signal.signal(number, handlers[number]) for number in handlers}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
 class Stopping:
     """Whether the run shall stop, and why; `with` it, in the main thread, signals are heard.
 
@@ -43,7 +70,7 @@ class Stopping:
         self.seconds = seconds
         self.reason: str | None = None
         self._step = 0
-        self._previous: dict[int, Any] = {}
+        self._handlers: Any = None
         self._timer: threading.Timer | None = None
 
     def at(self, step: int) -> bool:
@@ -59,19 +86,15 @@ class Stopping:
         self.reason = self.reason or "interrupted"
 
     def __enter__(self) -> Stopping:
-        if threading.current_thread() is threading.main_thread():
-            handlers = {signal.SIGINT: self._on_interrupt}
-            handlers |= dict.fromkeys(PREEMPTION, self._on_preemption)
-            for number, handler in handlers.items():
-                self._previous[number] = signal.getsignal(number)
-                signal.signal(number, handler)
+        asked = dict.fromkeys(PREEMPTION, self._on_preemption)
+        self._handlers = _handlers({signal.SIGINT: self._on_interrupt, **asked})
+        self._handlers.__enter__()
         return self
 
     def __exit__(self, *exc: object) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
+        self._handlers.__exit__(*exc)
 
     def _on_interrupt(self, number: int, frame: Any) -> None:
         if self.reason is not None:

@@ -133,7 +133,7 @@ def test_metrics_have_the_agreed_names(straight):
         *("loss/total", "loss/grad_norm", "loss/entropy", "loss/ppo_kl", "loss/clipfrac_higher"),
         *("rollout/length_mean", "rollout/clipped_ratio", "rollout/logp_gap_mean", "lr"),
         *("rollout/logp_gap_max", "rollout/trained_tokens", "filter/kept", "filter/rounds"),
-        *("optim/skipped", "optim/empty", "data/seen", "data/skipped"),
+        *("optim/skipped", "optim/skipped_in_a_row", "optim/empty", "data/seen", "data/skipped"),
     }
     for row in rows:
         assert expected <= row.keys() and "nonfinite" not in row

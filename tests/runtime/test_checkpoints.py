@@ -2,10 +2,12 @@
 
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -149,8 +151,9 @@ def test_half_written_steps_are_ignored_and_block_nothing(tmp_path):
     assert (tmp_path / "incomplete-40-0").is_dir()
 
 
-def test_a_kill_while_saving_leaves_a_complete_step(tmp_path):
-    """SIGKILL at several moments of a background save: the older or the newer step restores."""
+def test_b75_a_kill_while_saving_leaves_a_complete_step(tmp_path):
+    """B75: SIGKILL at ten moments of the background save of step 20, keep=1: step 10 or 20 restores whole,
+    and step 20 can be saved despite what the kill left."""
     code = (
         "import os, signal, sys, threading, jax.numpy as jnp\n"
         "from evisrag_jax.runtime.checkpoints import Checkpoints\n"
@@ -160,18 +163,33 @@ def test_a_kill_while_saving_leaves_a_complete_step(tmp_path):
         "c.save(20, {'params': {'x': jnp.full(2**20, 20.)}}); c.wait()\n"
         "threading.Event().wait()"
     )
-    for number, delay in enumerate((0.0, 0.01, 0.03)):
+
+    def killed(number, delay):
+        command = [sys.executable, "-c", code, str(tmp_path / str(number)), str(delay)]
+        return subprocess.run(command, env=dict(os.environ), capture_output=True)
+
+    rng = random.Random(0)
+    delays = [0.0, *(rng.uniform(0, 0.12) for _ in range(9))]
+    with ThreadPoolExecutor(2) as pool:
+        ended = list(pool.map(killed, range(10), delays))
+    found = []
+    for number, done in enumerate(ended):
         folder = tmp_path / str(number)
-        command = [sys.executable, "-c", code, str(folder), str(delay)]
-        done = subprocess.run(command, env=dict(os.environ), capture_output=True)
         assert done.returncode == -signal.SIGKILL, done.stderr.decode()
         with Checkpoints(folder, identity={}, keep=1) as again:
             got = again.restore_params({"x": jnp.zeros(2**20)})
             assert got.step in (10, 20) and (got.state["x"] == got.step).all()
+            found.append(got.step)
             if got.step == 10:
                 again.save(20, {"params": {"x": jnp.full(2**20, 20.0)}})
                 again.wait()
-            assert again.steps() == [20]
+                assert again.steps() == [20]
+            # A kill after the commit leaves step 10 beside it, until the next save.
+            assert again.latest_step() == 20
+            again.save(30, {"params": {"x": jnp.full(2**20, 30.0)}})
+            again.wait()
+            assert again.steps() == [30]
+    assert 10 in found, "no kill came before the commit"
 
 
 def test_another_model_is_refused_with_the_differences(tmp_path):
