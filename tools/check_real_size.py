@@ -10,8 +10,8 @@
     export    the same, written again and compared bit by bit         none; no difference
 
 The forward is compiled without hoisting out of loops, which on a CPU would widen every layer's bfloat16 weights to
-float32 at once (GPUs compute in bfloat16). Each step is a process of its own, so a peak is that step's alone. What Python and its libraries take by
-themselves is measured first and shown; it counts into the peaks. Exit code 1 when a limit is passed.
+float32 at once (GPUs compute in bfloat16). Each step is a process of its own, so a peak is that step's alone; what
+Python and its libraries take by themselves is shown, and counts. Exit code 1 when a limit is passed.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,25 @@ def _refuse_runs(folder: Path) -> None:
     )
 
 
+def open_folder(path: str | Path, *, budget: str | PixelBudget | None = None) -> Pretrained:
+    """A Hugging Face folder (or a bundled model by name) without its parameters: `params` is None.
+
+    Raises as `load_pretrained`.
+    """
+    folder = find_model(path)
+    tokenizer = load_tokenizer(folder)
+    own, layout = processor_settings(folder)
+    return Pretrained(
+        folder=folder,
+        params=None,
+        config=load_config(folder),
+        tokenizer=tokenizer,
+        layout=layout,
+        budget=own if budget is None else resolve_budget(budget),
+        stop_ids=stop_ids(folder, tokenizer),
+    )
+
+
 def load_pretrained(
     path: str | Path,
     *,
@@ -81,24 +100,14 @@ def load_pretrained(
     Args:
         dtype: of the parameters in memory.
         budget: a named pixel budget in place of the folder's.
-        mesh: where parameters are sharded; None for the default device.
+        mesh: where parameters are sharded; each process reads its shards. None for the default device.
     Raises:
         ModelError, WeightsError, ConfigError, TokenizerError: naming folder and reason.
     """
-    folder = find_model(path)
+    opened = open_folder(path, budget=budget)
     places = None
     if mesh is not None:
-        known = load_config(folder)
-        places = shardings(model.logical_axes(known), model.param_shapes(known), mesh)
-    params, config = weights.load_params(folder, parse_dtype(dtype), places)
-    tokenizer = load_tokenizer(folder)
-    own, layout = processor_settings(folder)
-    return Pretrained(
-        folder=folder,
-        params=params,
-        config=config,
-        tokenizer=tokenizer,
-        layout=layout,
-        budget=own if budget is None else resolve_budget(budget),
-        stop_ids=stop_ids(folder, tokenizer),
-    )
+        shapes = model.param_shapes(opened.config)
+        places = shardings(model.logical_axes(opened.config), shapes, mesh)
+    params, _ = weights.load_params(opened.folder, parse_dtype(dtype), places)
+    return replace(opened, params=params)
