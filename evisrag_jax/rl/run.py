@@ -47,6 +47,7 @@ from evisrag_jax.training.page_cache import PageCache
 from evisrag_jax.training.pretrained import load_pretrained
 from evisrag_jax.training.state import full_params, init_state, place, state_shardings
 from evisrag_jax.training.stopping import preemption_ends_this
+from evisrag_jax.training.table import announce
 
 __all__ = ["RLRun", "RLRunConfig", "train"]
 
@@ -110,7 +111,9 @@ class RLRun:
         if config.lora.rank:
             params = add_adapters(params, self.model, config.lora, self.mesh, seed=config.seed)
         state = init_state(params, optim, make_optimiser(optim))
-        self.state = place(state, state_shardings(self.model, self.mesh, state))
+        places = state_shardings(self.model, self.mesh, state)
+        self.state = place(state, places)
+        announce(folder, self.model, self.mesh, state, places)
         with _setting("rollout_tensor"):
             self.layout = SamplingLayout(self.model, self.mesh, config.rollout_tensor)
         with _setting("slots"):

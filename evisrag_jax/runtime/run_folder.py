@@ -1,7 +1,7 @@
 """The run folder: everything that is needed to repeat, resume and report a run, as plain files.
 
-    config.json versions.json metrics.jsonl timeline.jsonl rollouts/step_%06d.jsonl rejected.jsonl
-    predictions.jsonl checkpoints/<step>/ tb/ summary.json report.html
+    config.json versions.json sharding.txt metrics.jsonl timeline.jsonl rollouts/step_%06d.jsonl
+    rejected.jsonl predictions.jsonl checkpoints/<step>/ tb/ summary.json report.html
 
 Host code: never imports jax.
 """
@@ -94,6 +94,7 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         self.config = self.path / "config.json"
         self.versions = self.path / "versions.json"
+        self.sharding = self.path / "sharding.txt"
         self.metrics = self.path / "metrics.jsonl"
         self.timeline = self.path / "timeline.jsonl"
         self.rollouts = self.path / "rollouts"
@@ -163,6 +164,11 @@ class RunFolder:
         """Write versions.json."""
         if self.writes:
             write_json(self.versions, versions(**facts))
+
+    def write_sharding(self, table: str) -> None:
+        """Write sharding.txt: how parameters lie on the devices of this start."""
+        if self.writes:
+            self.sharding.write_text(table, encoding="utf-8")
 
     def rejected_by(self, process: int) -> Path:
         """The file of records that a process refused: rejected.jsonl of process 0."""

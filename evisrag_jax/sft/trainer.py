@@ -58,6 +58,7 @@ from evisrag_jax.training.state import (
     state_shardings,
 )
 from evisrag_jax.training.stopping import preemption_ends_this
+from evisrag_jax.training.table import announce
 
 # What may change when a run goes on: nothing here changes a number.
 MAY_DIFFER = (
@@ -119,6 +120,7 @@ class SFTRun:
             params = add_adapters(params, self.model, config.lora, self.mesh, seed=config.seed)
         state = init_state(params, self.optim, make_optimiser(self.optim))
         self.shardings = state_shardings(self.model, self.mesh, state)
+        announce(self.folder, self.model, self.mesh, state, self.shardings)
         self.trains = sorted(state.trainable)
         self.state: TrainState | None = place(state, self.shardings)
         self.layout = SamplingLayout(self.model, self.mesh)

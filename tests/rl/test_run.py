@@ -101,7 +101,14 @@ def saved_state(folder, config, step=None):
 def test_a_run_folder_holds_everything(straight, model, data):
     out, summary = straight
     names = {path.name for path in out.iterdir()}
-    files = {"config.json", "versions.json", "metrics.jsonl", "timeline.jsonl", "summary.json"}
+    files = {
+        "config.json",
+        "versions.json",
+        "sharding.txt",
+        "metrics.jsonl",
+        "timeline.jsonl",
+        "summary.json",
+    }
     assert files | {"rollouts", "rejected.jsonl", "checkpoints", "model"} == names
     assert json.loads((out / "summary.json").read_text()) == summary
     assert summary["steps"] == 4 and summary["records"] == 9 and summary["mode"] == "code"
