@@ -53,7 +53,7 @@ def _published(*, paper: bool) -> ConfigDict:
             _bucket(batch, images=n, windows=384, tokens=5000, prompt=length, response=3328)
             for n, length in shapes
         ],
-        micro=8,
+        micro=1,
         optim={
             "learning_rate": 5e-7,
             "schedule": "cosine",

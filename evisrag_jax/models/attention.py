@@ -223,7 +223,8 @@ def _group(
         out = out + jnp.einsum("pkgqt,pkgth->pkgqh", over_suffix, suffix_v).reshape(out.shape)
         return out.transpose(0, 2, 4, 1, 3, 5).reshape(P, G, B, N, H)
 
-    return _by_query_block(attend, q, axis=2)
+    # A block's scores are those of all G responses.
+    return _by_query_block(attend, q, axis=2, size=max(1, QUERY_BLOCK // q.shape[1]))
 
 
 def _masked(q: Array, k: Array, v: Array, mask: Array) -> Array:
@@ -243,12 +244,14 @@ def _softmax(scores: Array, seen: Array) -> Array:
     return jax.nn.softmax(jnp.where(seen, scores, MASKED), axis=-1)
 
 
-def _by_query_block(attend: Callable[[Array, Array | int], Array], q: Array, axis: int) -> Array:
+def _by_query_block(
+    attend: Callable[[Array, Array | int], Array], q: Array, axis: int, size: int = QUERY_BLOCK
+) -> Array:
     """attend(queries, index of the first) over blocks of q's axis; each row's result is the same."""
     n = q.shape[axis]
-    if n <= QUERY_BLOCK:
+    if n <= size:
         return attend(q, 0)
-    count = -(-n // QUERY_BLOCK)
+    count = -(-n // size)
     size = -(-n // count)
     padding = [(0, count * size - n if i == axis else 0) for i in range(q.ndim)]
     blocks = jnp.pad(q, padding).reshape(*q.shape[:axis], count, size, *q.shape[axis + 1 :])

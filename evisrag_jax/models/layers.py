@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32
 
+from evisrag_jax.runtime.mesh import gathered
+
 Axes = tuple[str | None, ...]
 ADAPTERS = ("lora_a", "lora_b")
 
@@ -57,11 +59,14 @@ class Linear(nn.Module):
         split = x.ndim - self.inputs
         in_shape, out_shape = x.shape[split:], tuple(self.features)
         kernel = self.param("kernel", _init(self.stddev, self.axes), in_shape + out_shape)
+        kernel = gathered(kernel, self.axes)
         n_in, n_out = _size(in_shape), _size(out_shape)
         flat = x.reshape(-1, n_in)
         y = flat @ kernel.astype(x.dtype).reshape(n_in, n_out)
         if self.has_variable("params", "lora_a"):
             a, b = (self.get_variable("params", name).astype(x.dtype) for name in ADAPTERS)
+            a = gathered(a, (*self.axes[: self.inputs], None))
+            b = gathered(b, (None, *self.axes[self.inputs :]))
             y = y + (flat @ a.reshape(n_in, -1)) @ b.reshape(-1, n_out)
         if self.use_bias:
             init = nn.with_logical_partitioning(nn.initializers.zeros, self.axes[self.inputs :])

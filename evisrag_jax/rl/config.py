@@ -32,7 +32,7 @@ class RLConfig:
 
     prompts         P, prompts an update is made from
     group           G, responses sampled a prompt
-    micro           prompts a slice of gradient accumulation (memory only); 0 = all at once
+    micro           prompts a slice of gradient accumulation on each device (memory only); 0 = all at once
     updates         optimiser steps a rollout; each takes P / updates prompts
     temperature, top_p  of sampling; log-probs are taken at the same temperature
     max_tokens      of a response, end token included

@@ -85,7 +85,7 @@ class RLRun:
         self.config, self.folder = config, folder
         with _setting("mesh"):
             self.mesh = meshes.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
-            check_divides(config.rl.prompts // config.rl.updates, self.mesh)
+            check_divides(config.rl.prompts // config.rl.updates, self.mesh, config.rl.micro)
         with _setting("data.template"):
             self.template = load_template(config.data.template)
         with _setting("data.budget"):

@@ -25,7 +25,7 @@ from evisrag_jax.rl import advantages as adv
 from evisrag_jax.rl import losses
 from evisrag_jax.rl.config import RLConfig
 from evisrag_jax.runtime import mesh as meshes
-from evisrag_jax.training.accumulate import accumulate
+from evisrag_jax.training.accumulate import accumulate, slice_size
 from evisrag_jax.training.forward import (
     GroupBatch,
     TokenScores,
@@ -163,7 +163,7 @@ def rl_gradient(
 
     slices = (jnp.arange(P), batch.groups, batch.old, values, masks, response, batch.sampled)
     grads, loss, kept = accumulate(
-        objective, state.trainable, slices, rl.micro or P, shardings=shardings
+        objective, state.trainable, slices, slice_size(P, rl.micro), shardings=shardings
     )
     if rl.loss.divisor_scope == "global":
         divisor = losses.channel_divisor(kept["sums"], rl.loss)
@@ -208,11 +208,12 @@ def old_log_probs(
     model: Qwen25VLConfig,
     settings: UpdateConfig,
 ) -> Float[Array, "P G T"]:
-    """Log-probs before the first of several updates, `micro` prompts at a time."""
-    micro = settings.rl.micro
-    if not micro:
+    """Log-probs before the first of several updates, a slice of prompts at a time."""
+    P = groups.tokens.shape[0]
+    size = slice_size(P, settings.rl.micro)
+    if size == P:
         return score(trainable, frozen, groups, model, settings).logp
-    cut = jax.tree.map(lambda a: a.reshape(micro, -1, *a.shape[1:]).swapaxes(0, 1), groups)
+    cut = jax.tree.map(lambda a: a.reshape(size, -1, *a.shape[1:]).swapaxes(0, 1), groups)
     logp = jax.lax.map(lambda rows: score(trainable, frozen, rows, model, settings).logp, cut)
     return logp.swapaxes(0, 1).reshape(groups.tokens.shape)
 

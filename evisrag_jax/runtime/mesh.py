@@ -105,6 +105,52 @@ def traced_on(mesh: Mesh | None, function: Callable[..., Any]) -> Callable[..., 
     return traced
 
 
+def batch_shards() -> int:
+    """Into how many parts the rows of a batch are divided, for the program that is being traced."""
+    shape = jax.sharding.get_abstract_mesh().shape
+    return math.prod(shape.get(axis, 1) for axis in BATCH_AXES)
+
+
+def over_batch(array: Any, axis: int = 0) -> Any:
+    """An array of the program that is being traced, its rows (along `axis`) over data and fsdp.
+
+    Without it the compiler may divide activations as the kernels are divided, over their width, and every
+    device would work on the rows of all.
+    """
+    if batch_shards() == 1:
+        return array
+    spec = [PartitionSpec.UNCONSTRAINED] * array.ndim
+    spec[axis] = BATCH_AXES
+    return jax.lax.with_sharding_constraint(array, PartitionSpec(*spec))
+
+
+def gathered(kernel: Any, axes: LogicalAxes) -> Any:
+    """A parameter of the program that is being traced, whole along fsdp: every device gathers it where it is
+    used, and its gradient is added up into each device's own part."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.shape.get("fsdp", 1) == 1:
+        return kernel
+    rules = {name: None if axis == "fsdp" else axis for name, axis in DEFAULT_RULES.items()}
+    whole, part = (param_spec(axes, kernel.shape, mesh, r)[0] for r in (rules, DEFAULT_RULES))
+    return _gather(kernel, whole, part)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _gather(kernel: Any, whole: PartitionSpec, part: PartitionSpec) -> Any:
+    return jax.lax.with_sharding_constraint(kernel, whole)
+
+
+def _gather_forward(kernel: Any, whole: PartitionSpec, part: PartitionSpec) -> tuple[Any, None]:
+    return _gather(kernel, whole, part), None
+
+
+def _gather_backward(whole: PartitionSpec, part: PartitionSpec, _: None, grad: Any) -> tuple[Any]:
+    return (jax.lax.with_sharding_constraint(grad, part),)
+
+
+_gather.defvjp(_gather_forward, _gather_backward)
+
+
 def put_rows(tree: Any, sharding: NamedSharding) -> Any:
     """Host arrays on their devices, split over the first axis alone; None leaves stay None.
 

@@ -40,7 +40,8 @@ class SFTConfig:
 
     buckets: batch shapes; one of them is at least as large as every other in every size, and all
     have the same number of prompts, the global batch.  prompts: replaces that number where not 0.
-    micro: prompts a slice of gradient accumulation, 0 for the whole batch; never changes a result.
+    micro: prompts a slice of gradient accumulation on each device, 0 for all at once; never changes a
+    result.
     steps: updates, 0 for `epochs` passes over the data.  warmup_ratio: share of the steps, where
     optim.warmup_steps is 0.  lora: adapters; with a rank they train and `optim.train` does not count.
     remat: what the backward pass computes again (`models.remat`).  chunk: response positions whose

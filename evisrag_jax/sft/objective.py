@@ -22,7 +22,7 @@ from jaxtyping import Array, Float
 from evisrag_jax.models.lora import LoraConfig
 from evisrag_jax.models.qwen25vl.config import Qwen25VLConfig
 from evisrag_jax.runtime import mesh as meshes
-from evisrag_jax.training.accumulate import accumulate, sum_over
+from evisrag_jax.training.accumulate import accumulate, slice_size, sum_over
 from evisrag_jax.training.forward import GroupBatch, response_mask, score_responses
 from evisrag_jax.training.optimiser import (
     OptimConfig,
@@ -40,8 +40,9 @@ Sums = dict[str, Float[Array, ""]]
 class UpdateConfig:
     """Static settings of an update.
 
-    micro: prompts a slice.  compute: dtype of products.  remat: what the backward pass computes
-    again (`models.remat`).  chunk: response positions whose logits are held at once.  lora: adapters.
+    micro: prompts a slice on each device, 0 for all at once.  compute: dtype of products.  remat: what
+    the backward pass computes again (`models.remat`).  chunk: response positions whose logits are held at
+    once.  lora: adapters.
     """
 
     optim: OptimConfig
@@ -92,7 +93,11 @@ def sft_gradient(
         return nll_sum(trainable, rows, state.frozen, model, settings)
 
     grads, total, sums = accumulate(
-        objective, state.trainable, batch, settings.micro, shardings=shardings
+        objective,
+        state.trainable,
+        batch,
+        slice_size(batch.tokens.shape[0], settings.micro),
+        shardings=shardings,
     )
     weight = jnp.maximum(sums["weight"], 1.0)
     return jax.tree.map(lambda g: g / weight, grads), total / weight, sums
@@ -143,7 +148,7 @@ def sft_loss(
         total, sums = nll_sum(trainable, rows, frozen, model, settings)
         return {"nll": total, **sums}
 
-    return sum_over(one, batch, settings.micro)
+    return sum_over(one, batch, slice_size(batch.tokens.shape[0], settings.micro))
 
 
 def compile_update(

@@ -87,7 +87,7 @@ class SFTRun:
         self._timeline = StepTimeline(folder)
         self._held_out: tuple[list[Record], Targets] | None = None
         self.mesh = meshes.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
-        check_divides(config.batch, self.mesh)
+        check_divides(config.batch, self.mesh, config.micro)
         self.own = config.batch // jax.process_count()  # rows of this process
         self.records, self.targets = self._read(config.data.path, None if resumed else folder)
         self.pretrained = load_pretrained(
@@ -109,7 +109,7 @@ class SFTRun:
             compute = default_precision().compute
         self.settings = UpdateConfig(
             optim=self.optim,
-            micro=config.micro or config.batch,
+            micro=config.micro,
             compute=parse_dtype(compute, field="model.compute_dtype").name,
             remat=config.remat,
             chunk=config.chunk,

@@ -17,7 +17,24 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from evisrag_jax.runtime.mesh import batch_shards
+
 Objective = Callable[[Any, Any], tuple[Float[Array, ""], Any]]
+
+
+def slice_size(prompts: int, micro: int, shards: int | None = None) -> int:
+    """Prompts of a slice, over all devices: `micro` on each, all of the batch for 0 or where that is less.
+
+    shards: parts of a batch; None for those of the program that is being traced. ValueError unless slices
+    of this size make up the batch.
+    """
+    size = min(prompts, micro * (batch_shards() if shards is None else shards)) or prompts
+    if prompts % size:
+        raise ValueError(
+            f"{prompts} prompts cannot be cut into slices of {size}: micro={micro} on each of "
+            f"{size // micro} devices that share a batch; choose a divisor"
+        )
+    return size
 
 
 def accumulate(

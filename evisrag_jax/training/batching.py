@@ -29,6 +29,7 @@ from evisrag_jax.prompts.chat import Prompt, PromptTooLong, batch_prompts, build
 from evisrag_jax.prompts.template import Template
 from evisrag_jax.prompts.tokenizer import SpecialIds, encode_response
 from evisrag_jax.runtime import mesh as meshes
+from evisrag_jax.training.accumulate import slice_size
 from evisrag_jax.training.feature_cache import FeatureCache
 from evisrag_jax.training.forward import GroupBatch
 from evisrag_jax.training.page_cache import PageCache
@@ -377,8 +378,9 @@ def trained_tokens(batch: GroupBatch) -> int:
     return int(np.sum(batch.lengths))
 
 
-def check_divides(prompts: int, mesh: Mesh) -> None:
-    """ValueError, naming both numbers, unless prompts split evenly over the mesh's batch axes."""
+def check_divides(prompts: int, mesh: Mesh, micro: int = 0) -> None:
+    """ValueError, naming the numbers, unless prompts split evenly over the mesh's batch axes, and slices of
+    `micro` prompts a device make up the batch."""
     parts = int(np.prod([mesh.shape[axis] for axis in meshes.BATCH_AXES]))
     if prompts % parts:
         raise ValueError(
@@ -391,6 +393,7 @@ def check_divides(prompts: int, mesh: Mesh) -> None:
             f"data x fsdp = {parts} does not divide over {jax.process_count()} processes, each of which "
             "has rows of its own"
         )
+    slice_size(prompts, micro, parts)
 
 
 def put_batch(batch: Any, mesh: Mesh) -> Any:

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from evisrag_jax.models.qwen25vl import model
 from evisrag_jax.models.qwen25vl.config import Qwen25VLConfig
+from evisrag_jax.runtime.mesh import batch_shards, over_batch
 
 
 class TokenScores(NamedTuple):
@@ -34,26 +35,29 @@ def token_scores(
     """Scores of `tokens` under softmax(logits / temperature), in chunks of `chunk` positions.
 
     hidden[…] is the state that predicts tokens[…]. Each chunk is rematerialised in the backward
-    pass; any number of positions works (the remainder is padded). Float32 throughout.
+    pass; any number of positions works (the remainder is padded). On a mesh every device has a chunk of
+    its own rows. Float32 throughout.
     """
-    shape = tokens.shape
-    flat, ids = hidden.reshape(-1, hidden.shape[-1]), tokens.reshape(-1)
-    n = ids.shape[0]
+    # Z parts of the rows lie on different devices: each takes chunks of its own.
+    shape, Z = tokens.shape, batch_shards()
+    flat, ids = hidden.reshape(Z, -1, hidden.shape[-1]), tokens.reshape(Z, -1)
+    n = ids.shape[1]
     chunk = min(chunk, n)
     pad = -n % chunk
-    flat = jnp.pad(flat, ((0, pad), (0, 0))).reshape(-1, chunk, flat.shape[-1])
-    ids = jnp.pad(ids, (0, pad)).reshape(-1, chunk)
+    flat = jnp.pad(flat, ((0, 0), (0, pad), (0, 0))).reshape(Z, -1, chunk, flat.shape[-1])
+    ids = jnp.pad(ids, ((0, 0), (0, pad))).reshape(Z, -1, chunk)
+    flat, ids = (over_batch(a.swapaxes(0, 1), axis=1) for a in (flat, ids))
 
     @jax.checkpoint
     def score(chunk_hidden, chunk_ids):
-        logits = model.logits(params, config, chunk_hidden) / temperature
+        logits = over_batch(model.logits(params, config, over_batch(chunk_hidden)) / temperature)
         log_p = jax.nn.log_softmax(logits, -1)
-        picked = jnp.take_along_axis(log_p, chunk_ids[:, None], -1)[:, 0]
+        picked = jnp.take_along_axis(log_p, chunk_ids[..., None], -1)[..., 0]
         # Of log p, not of the logits: those are large and would cancel.
         return picked, -jnp.sum(jnp.exp(log_p) * log_p, -1)
 
     if ids.shape[0] == 1:
-        logp, entropy = score(flat[0], ids[0])
+        scores = [a[None] for a in score(flat[0], ids[0])]
     else:
-        logp, entropy = jax.lax.map(lambda args: score(*args), (flat, ids))
-    return TokenScores(*(a.reshape(-1)[:n].reshape(shape) for a in (logp, entropy)))
+        scores = jax.lax.map(lambda args: score(*args), (flat, ids))
+    return TokenScores(*(a.swapaxes(0, 1).reshape(Z, -1)[:, :n].reshape(shape) for a in scores))

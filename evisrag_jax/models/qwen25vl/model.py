@@ -26,6 +26,7 @@ from evisrag_jax.models.qwen25vl.decode import decode_step as decode_step
 from evisrag_jax.models.qwen25vl.decode import empty_kv as empty_kv
 from evisrag_jax.models.qwen25vl.decode import resident_kv as resident_kv
 from evisrag_jax.models.qwen25vl.text import KV
+from evisrag_jax.runtime.mesh import gathered, over_batch
 
 Params = dict[str, Any]
 
@@ -101,11 +102,17 @@ def encode_images(
     return features.reshape(P, I * M, -1)
 
 
+def embed(params: Params, tokens: Int[Array, "*B"]) -> Float[Array, "*B D"]:
+    """Embeddings of tokens."""
+    table = gathered(params["text"]["embed"]["embedding"], ("vocab", "embed"))
+    return over_batch(table[tokens])
+
+
 def embed_prompt(
     params: Params, prompt: Any, features: Float[Array, "P IM D"] | None
 ) -> Float[Array, "P L D"]:
     """Token embeddings with image features written over the image slots."""
-    x = params["text"]["embed"]["embedding"][prompt.tokens]
+    x = embed(params, prompt.tokens)
     if features is None or features.shape[1] == 0:
         return x
     index = jnp.asarray(prompt.image_index)
@@ -139,7 +146,7 @@ def extend(
     remat: str = "none",
 ) -> Float[Array, "P G T D"]:
     """Hidden states of response tokens (text only) against one prefill a prompt."""
-    x = params["text"]["embed"]["embedding"][tokens]
+    x = embed(params, tokens)
     return decoder.extend(params["text"], config.text, x, positions, lengths, prefix, remat=remat)
 
 

@@ -27,6 +27,7 @@ from evisrag_jax.models.layers import (
 )
 from evisrag_jax.models.qwen25vl.config import TextConfig
 from evisrag_jax.models.remat import rematerialise
+from evisrag_jax.runtime.mesh import gathered, over_batch
 
 
 class KV(NamedTuple):
@@ -112,7 +113,7 @@ def _run_layers(config: TextConfig, layers, x, angles, xs, attend, *, remat: str
 
     def step(x, layer_and_cache):
         layer, cache = layer_and_cache
-        return module.apply({"params": layer}, x, *angles, attend(cache))
+        return module.apply({"params": layer}, over_batch(x), *angles, attend(cache))
 
     return jax.lax.scan(rematerialise(step, remat), x, (layers, xs))
 
@@ -160,9 +161,10 @@ def extend(
 def head_logits(params: dict, config: TextConfig, hidden: Float[Array, "*B D"]) -> Array:
     """Float32 logits [..., V]; the tied head multiplies by the embedding's transpose."""
     if config.tied:
-        kernel = params["embed"]["embedding"].astype(hidden.dtype).T
+        kernel = gathered(params["embed"]["embedding"], ("vocab", "embed")).T
     else:
-        kernel = params["head"]["kernel"].astype(hidden.dtype)
+        kernel = gathered(params["head"]["kernel"], ("embed", "vocab"))
+    kernel = kernel.astype(hidden.dtype)
     flat = hidden.reshape(-1, hidden.shape[-1])
     out = jnp.matmul(flat, kernel, preferred_element_type=jnp.float32)
     return out.reshape(*hidden.shape[:-1], -1)

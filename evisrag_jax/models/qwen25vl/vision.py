@@ -26,6 +26,7 @@ from evisrag_jax.models.layers import (
 )
 from evisrag_jax.models.qwen25vl.config import VisionConfig
 from evisrag_jax.models.remat import rematerialise
+from evisrag_jax.runtime.mesh import gathered, over_batch
 
 
 class PatchEmbed(nn.Module):
@@ -43,7 +44,8 @@ class PatchEmbed(nn.Module):
         shape = (cfg.channels, cfg.temporal_patch, cfg.patch**2, cfg.width)
         axes = (None, None, None, "embed")
         init = nn.with_logical_partitioning(nn.initializers.normal(0.02), axes)
-        kernel = self.param("kernel", init, shape).sum(1).reshape(-1, cfg.width)
+        kernel = gathered(self.param("kernel", init, shape), axes)
+        kernel = kernel.sum(1).reshape(-1, cfg.width)
         return patches @ kernel.astype(patches.dtype)
 
 
@@ -150,6 +152,7 @@ def encode(
 
     def run_block(layer, x, full: bool):
         attend = attend_image if full else attend_windows
+        x = over_batch(x)
         return block.apply({"params": layer}, x, cos, sin, attend)
 
     run_block = rematerialise(run_block, remat, static_argnums=(2,))
