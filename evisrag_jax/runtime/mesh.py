@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 MESH_AXES = ("data", "fsdp", "tensor")
 BATCH_AXES = ("data", "fsdp")
@@ -201,7 +201,7 @@ def local_mesh(mesh: Mesh, tensor: int = 0) -> Mesh:
 def param_spec(
     axes: LogicalAxes,
     shape: Sequence[int],
-    mesh: Mesh,
+    mesh: Mesh | AbstractMesh,
     rules: Mapping[str, str | None] = DEFAULT_RULES,
 ) -> tuple[PartitionSpec, tuple[str, ...]]:
     """Which mesh axis every axis of one parameter is split over.

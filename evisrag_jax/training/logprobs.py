@@ -38,21 +38,25 @@ def token_scores(
     pass; any number of positions works (the remainder is padded). On a mesh every device has a chunk of
     its own rows. Float32 throughout.
     """
-    # Z parts of the rows lie on different devices: each takes chunks of its own.
+    # Z parts of the rows lie on different devices: a chunk has positions of each.
     shape, Z = tokens.shape, batch_shards()
     flat, ids = hidden.reshape(Z, -1, hidden.shape[-1]), tokens.reshape(Z, -1)
     n = ids.shape[1]
     chunk = min(chunk, n)
     pad = -n % chunk
-    flat = jnp.pad(flat, ((0, 0), (0, pad), (0, 0))).reshape(Z, -1, chunk, flat.shape[-1])
-    ids = jnp.pad(ids, ((0, 0), (0, pad))).reshape(Z, -1, chunk)
-    flat, ids = (over_batch(a.swapaxes(0, 1), axis=1) for a in (flat, ids))
+
+    def cut(a):
+        a = jnp.pad(a, ((0, 0), (0, pad), *[(0, 0)] * (a.ndim - 2)))
+        a = a.reshape(Z, -1, chunk, *a.shape[2:]).swapaxes(0, 1)
+        return over_batch(a.reshape(len(a), Z * chunk, *a.shape[3:]), axis=1)
+
+    flat, ids = cut(flat), cut(ids)
 
     @jax.checkpoint
     def score(chunk_hidden, chunk_ids):
         logits = over_batch(model.logits(params, config, over_batch(chunk_hidden)) / temperature)
         log_p = jax.nn.log_softmax(logits, -1)
-        picked = jnp.take_along_axis(log_p, chunk_ids[..., None], -1)[..., 0]
+        picked = jnp.take_along_axis(log_p, chunk_ids[:, None], -1)[:, 0]
         # Of log p, not of the logits: those are large and would cancel.
         return picked, -jnp.sum(jnp.exp(log_p) * log_p, -1)
 
@@ -60,4 +64,9 @@ def token_scores(
         scores = [a[None] for a in score(flat[0], ids[0])]
     else:
         scores = jax.lax.map(lambda args: score(*args), (flat, ids))
-    return TokenScores(*(a.swapaxes(0, 1).reshape(Z, -1)[:, :n].reshape(shape) for a in scores))
+    return TokenScores(
+        *(
+            a.reshape(-1, Z, chunk).swapaxes(0, 1).reshape(Z, -1)[:, :n].reshape(shape)
+            for a in scores
+        )
+    )

@@ -88,6 +88,7 @@ def main() -> None:
         globals()[f"work_{args.work}"](args.folder)
     except Exception as error:
         print(f"{type(error).__name__}: {error}", flush=True)
+        time.sleep(5)  # the launcher ends the others as soon as one has failed
         processes.leave(3)
         raise
 
