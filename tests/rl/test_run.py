@@ -340,3 +340,14 @@ def test_the_export_shows_pages_at_the_size_of_training(model, tmp_path):
     assert (folder / "preprocessor_config.json").read_bytes() == before
     set_pixel_limits(folder, BUDGETS["grpo"])
     assert processor_settings(folder) == (BUDGETS["grpo"], layout)
+
+
+def test_a_resume_frees_every_reference_to_the_initial_parameters(straight, model, data):
+    """Folder, engine and state share one copy, which is gone once the checkpoint is read."""
+    config = run_config(model, data, rl=FILTERED)
+    with RunFolder(straight[0]) as folder:
+        run = RLRun(config, folder, resumed=True)
+        params = jax.tree.leaves((run.pretrained.params, run.engine.params))
+        with Checkpoints(folder.checkpoints, identity={}) as checkpoints:
+            result = run.fit(checkpoints, None)
+    assert result.restored == 4 and all(leaf.is_deleted() for leaf in params)

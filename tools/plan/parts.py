@@ -35,7 +35,6 @@ PREFILL_TOKENS, QUERY_BLOCK = 8192, 512  # rollout/serve.py, models/attention.py
 MLP_WIDE, RESPONSE_WIDE, PROMPT_WIDE = 8, 15, 8
 KEPT_WIDE = 9  # remat "none": model-wide arrays a layer keeps, beside the MLP_WIDE ones
 LOGITS = 4  # chunk of logits: themselves, log-softmax, probabilities, gradient
-MASKED = 1  # and which of them is the token's, where the vocabulary is divided
 SCORES = 4  # a block of attention scores: themselves, weights, and the gradient of each
 
 
@@ -173,7 +172,7 @@ def update_parts(job: Job, sizes: Sizes) -> dict[str, float]:
     prompt_scores = 0 if fused else SCORES * 4 * job.rows * heads * prompt_rows * job.prompt
     vocab = text.vocab // (job.tensor if text.vocab % job.tensor == 0 else 1)
     chunk = min(job.chunk, job.rows * job.group * job.response)
-    logits = (LOGITS + (MASKED if job.tensor > 1 else 0)) * 4 * chunk * vocab
+    logits = LOGITS * 4 * chunk * vocab
     sharded = job.fsdp > 1
     layer = (2 if sharded else 0) * sizes.layer * a  # gathered, and its gradient
     table = (3 if sharded else 1) * sizes.table * a
