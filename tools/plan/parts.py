@@ -14,14 +14,15 @@ once in a layer are written below with what they are. Nothing is compiled.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import jax
 
 from evisrag_jax.models.lora import DECODER, LoraConfig, find_targets
 from evisrag_jax.models.qwen25vl import model
+from evisrag_jax.models.qwen25vl.config import Qwen25VLConfig
 from evisrag_jax.runtime.mesh import DEFAULT_RULES
 from evisrag_jax.training.state import flatten
 from plan.job import BYTES, Job
@@ -91,14 +92,19 @@ class Sizes:
         self.table = whole["text/embed/embedding"]
 
 
-def named(job: Job) -> Iterator[tuple[str, tuple[int, ...], tuple]]:
+def named(job: Job) -> tuple[tuple[str, tuple[int, ...], tuple], ...]:
     """Path, shape and axis names of every parameter."""
+    return _named(job.model)
+
+
+@functools.cache
+def _named(config: Qwen25VLConfig) -> tuple[tuple[str, tuple[int, ...], tuple], ...]:
     axes = jax.tree_util.tree_leaves_with_path(
-        model.logical_axes(job.model), is_leaf=lambda node: isinstance(node, tuple)
+        model.logical_axes(config), is_leaf=lambda node: isinstance(node, tuple)
     )
     by_path = {jax.tree_util.keystr(p, simple=True, separator="/"): leaf for p, leaf in axes}
-    for path, leaf in flatten(model.param_shapes(job.model)).items():
-        yield path, leaf.shape, by_path[path]
+    shapes = flatten(model.param_shapes(config))
+    return tuple((path, leaf.shape, by_path[path]) for path, leaf in shapes.items())
 
 
 def local(shape: tuple[int, ...], axes: tuple, mesh: dict[str, int]) -> float:
