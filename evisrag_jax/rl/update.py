@@ -254,7 +254,7 @@ def compile_params(
 ):
     """`compute_params` under jit, in the sampler's layout. Where training has that layout, whole stacks,
     no adapters and every parameter the compute dtype, nothing is copied (the arrays are then the state's
-    own, which the next update gives away)."""
+    own, which the next update gives away). `.cast` is the jitted copy."""
     same = layout is None or layout.same
     whole = merged_shardings(full_params(shardings.trainable, shardings.frozen))
     cast = jax.jit(
@@ -272,4 +272,5 @@ def compile_params(
         copy = cast(state.trainable, state.frozen)
         return copy if same else layout.take(copy)
 
+    params.cast = cast
     return params

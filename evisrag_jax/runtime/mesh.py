@@ -124,28 +124,38 @@ def over_batch(array: Any, axis: int = 0) -> Any:
     return jax.lax.with_sharding_constraint(array, PartitionSpec(*spec))
 
 
-def gathered(kernel: Any, axes: LogicalAxes) -> Any:
+def gathered(kernel: Any, axes: LogicalAxes, *, looked_up: bool = False) -> Any:
     """A parameter of the program that is being traced, whole along fsdp: every device gathers it where it is
-    used, and its gradient is added up into each device's own part."""
+    used, and its gradient is added up into each device's own part.
+
+    looked_up: it is a table that rows are taken from. Its gradient is then added up whole before it is cut:
+    cut at once, the compiler would bring the gradients of all devices' rows to each of them.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.shape.get("fsdp", 1) == 1:
         return kernel
     rules = {name: None if axis == "fsdp" else axis for name, axis in DEFAULT_RULES.items()}
     whole, part = (param_spec(axes, kernel.shape, mesh, r)[0] for r in (rules, DEFAULT_RULES))
-    return _gather(kernel, whole, part)
+    return _gather(kernel, whole, (whole, part) if looked_up else (part,))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _gather(kernel: Any, whole: PartitionSpec, part: PartitionSpec) -> Any:
+def _gather(kernel: Any, whole: PartitionSpec, back: tuple[PartitionSpec, ...]) -> Any:
     return jax.lax.with_sharding_constraint(kernel, whole)
 
 
-def _gather_forward(kernel: Any, whole: PartitionSpec, part: PartitionSpec) -> tuple[Any, None]:
-    return _gather(kernel, whole, part), None
+def _gather_forward(
+    kernel: Any, whole: PartitionSpec, back: tuple[PartitionSpec, ...]
+) -> tuple[Any, None]:
+    return _gather(kernel, whole, back), None
 
 
-def _gather_backward(whole: PartitionSpec, part: PartitionSpec, _: None, grad: Any) -> tuple[Any]:
-    return (jax.lax.with_sharding_constraint(grad, part),)
+def _gather_backward(
+    whole: PartitionSpec, back: tuple[PartitionSpec, ...], _: None, grad: Any
+) -> tuple[Any]:
+    for spec in back:
+        grad = jax.lax.with_sharding_constraint(grad, spec)
+    return (grad,)
 
 
 _gather.defvjp(_gather_forward, _gather_backward)

@@ -68,8 +68,8 @@ def jobs() -> dict[str, Job]:
     }
 
 
-def compiled_bytes(job: Job) -> int:
-    """Bytes a device of the compiled update, compiled for this machine's first devices; never run."""
+def compiled_update(job: Job) -> jax.stages.Compiled:
+    """The update of a job, compiled for this machine's first devices; never run."""
     mesh = make_mesh(job.data, job.fsdp, job.tensor, devices=jax.devices()[: job.devices])
     optim = OptimConfig()
     tx = make_optimiser(optim)
@@ -104,7 +104,12 @@ def compiled_bytes(job: Job) -> int:
     placed = jax.tree.map(
         lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), state, shardings
     )
-    memory = update.lower(placed, batch).compile().memory_analysis()
+    return update.lower(placed, batch).compile()
+
+
+def compiled_bytes(job: Job) -> int:
+    """Bytes a device of the compiled update."""
+    memory = compiled_update(job).memory_analysis()
     return (
         memory.argument_size_in_bytes
         + memory.output_size_in_bytes

@@ -104,7 +104,7 @@ def encode_images(
 
 def embed(params: Params, tokens: Int[Array, "*B"]) -> Float[Array, "*B D"]:
     """Embeddings of tokens."""
-    table = gathered(params["text"]["embed"]["embedding"], ("vocab", "embed"))
+    table = gathered(params["text"]["embed"]["embedding"], ("vocab", "embed"), looked_up=True)
     return over_batch(table[tokens])
 
 
