@@ -1,7 +1,7 @@
 """A run that is killed again and again must end like one that was left alone.
 
     python tools/soak_resume.py --kills 20
-    python tools/soak_resume.py --kills 3 --steps 12 --out /tmp/soak
+    python tools/soak_resume.py --kills 3 --steps 20 --out /tmp/soak
 
 `evisrag rl` trains the bundled mini-sft on generated pages with RS-GRPO: few prompts, the filter on, so
 that groups are dropped and a step may need a second rollout. The run is made once in peace and once
@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 SAVE_EVERY = 3
+MARGIN = 15  # steps that no kill aims at, or the run could end before the last one
 KINDS = ("step", "save", "step", "start", "save")
 PROCESS = ("time", "compile", "cache")  # metrics of one process, which no two runs share
 TICK = 0.002  # seconds between two looks at the run folder
@@ -149,7 +150,7 @@ class Victim:
 
 def soak(argv: list[str], out: Path, log: Path, kills: int, steps: int, rng: random.Random, times):
     """Starts and kills the run `kills` times, then lets it end; the kills, in order, and the starts."""
-    targets = sorted(rng.sample(range(1, steps - SAVE_EVERY), kills))
+    targets = sorted(rng.sample(range(1, steps - MARGIN), kills))
     done: list[Kill] = []
     victim = Victim(argv, out, log, rng)
     victim.start()
@@ -237,12 +238,12 @@ def main(argv: list[str] | None = None) -> int:
     """Both runs and their comparison; the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=20, help="SIGKILLs")
-    parser.add_argument("--steps", type=int, default=60, help="RS-GRPO steps")
+    parser.add_argument("--steps", type=int, default=75, help="RS-GRPO steps")
     parser.add_argument("--seed", type=int, default=0, help="of the moments of the kills")
     parser.add_argument("--out", type=Path, help="keeps the two run folders here (must be new)")
     given = parser.parse_args(argv)
-    if given.kills < 1 or given.steps <= given.kills + SAVE_EVERY:
-        parser.error(f"--kills must be at least 1 and --steps above kills + {SAVE_EVERY}")
+    if given.kills < 1 or given.steps <= given.kills + MARGIN:
+        parser.error(f"--kills must be at least 1 and --steps above kills + {MARGIN}")
     if given.out is not None and given.out.exists():
         parser.error(f"{given.out} exists already")
     out = given.out or Path(tempfile.mkdtemp(prefix="soak-"))
