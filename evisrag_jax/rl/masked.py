@@ -48,16 +48,8 @@ class MaskedConfig:
         for name in ("coef", "entropy_coef"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)}; not negative")
-        users = [
-            name for name in ("coef", "entropy_coef", "top", "factor_low") if getattr(self, name)
-        ]
-        if users and not self.share:
-            raise ValueError(f"{users[0]} needs pages with black patches, but share=0")
-        if self.share and not users:
-            raise ValueError(
-                f"share={self.share}, but nothing uses the masked pages: coef, entropy_coef, top and "
-                "factor_low are 0"
-            )
+        if self._users and not self.share:
+            raise ValueError(f"{self._users[0]} needs pages with black patches, but share=0")
         if self.entropy_coef and not self.gradient:
             raise ValueError(
                 f"entropy_coef={self.entropy_coef} of the masked pass has no gradient without gradient=True"
@@ -66,9 +58,14 @@ class MaskedConfig:
             raise ValueError("gradient=True, but no term of the masked pass is in the loss")
 
     @property
+    def _users(self) -> list[str]:
+        names = ("coef", "entropy_coef", "top", "factor_low")
+        return [name for name in names if getattr(self, name)]
+
+    @property
     def active(self) -> bool:
-        """Whether there is a masked pass."""
-        return self.share > 0
+        """Whether there is a masked pass: pages to hide, and a term that uses it (γ = 0 has none)."""
+        return bool(self.share and self._users)
 
     @property
     def focused(self) -> bool:
