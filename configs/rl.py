@@ -75,10 +75,11 @@ def _run(rl: RLConfig, **fields) -> ConfigDict:
 
 
 def _mini(name: str) -> ConfigDict:
-    """A recipe at a scale where a response has 40 tokens: what the recipe says of lengths is scaled."""
+    """A recipe at a scale where a response has 40 tokens: what the recipe says of lengths is scaled so
+    that no whole response (up to 60 tokens) is called long."""
     rl = preset(name)
     reward = dataclasses.replace(
-        rl.reward, overlong_max=64, overlong_buffer=16, overlong_min=0 if name != "code" else 8
+        rl.reward, overlong_max=64, overlong_buffer=4, overlong_min=0 if name != "code" else 8
     )
     rl = dataclasses.replace(
         rl,

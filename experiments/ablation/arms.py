@@ -97,3 +97,24 @@ def run_config(arm: Arm, budget: Budget, *, model: str, data: str, seed: int) ->
         if arm.recipe.startswith("stepgrpo_router"):
             config.prompt_length = 144  # the evidence stands in the second step's prompt
     return to_dataclass(config, RLRunConfig)
+
+
+def cluster_command(name: str) -> str:
+    """The `evisrag rl` command of an arm for a published checkpoint: the recipe at the sizes of
+    configs/rl.py, with the arm's own fields; SFT is the checkpoint of the arm's prompt family."""
+    arm = ARMS[name]
+    template = "evidence_cot" if arm.start == "evidence" else "generic_cot"
+    fields = {f"rl.reward.{k}": v for k, v in arm.reward.items()}
+    fields |= {f"rl.{k}": v for k, v in arm.rl.items()}
+    fields |= {f"rl.filter.{k}": v for k, v in arm.filter.items()}
+    words = [
+        f"--config.{k}={','.join(v) if isinstance(v, tuple) else v}" for k, v in fields.items()
+    ]
+    return " ".join(
+        [
+            f"evisrag rl --config=configs/rl.py:{arm.recipe} --model {arm.start}-sft-7b",
+            f"--data train.jsonl --config.data.template={template}",
+            *words,
+            f"--out runs/{name}",
+        ]
+    )

@@ -119,11 +119,11 @@ def config(mode="paper", **changes) -> RLConfig:
     return RLConfig(**(fields | changes))
 
 
-def collector(tok, item, rl, batches, *rounds, **more):
+def collector(tok, item, rl, batches, *rounds, sizes=None, **more):
     """(collector, engine) over batches of records."""
     stream = iter([[Example(r, item(r), 0, 0) for r in batch] for batch in batches])
     engine = Script(*rounds)
-    bucket = tiny.bucket(prompts=rl.prompts, group=rl.group, response_length=T)
+    bucket = tiny.bucket(prompts=rl.prompts, group=rl.group, response_length=T, **(sizes or {}))
     encode = lambda text: encode_plain(tok, text)  # noqa: E731
     return Collector(engine, stream, rl, [bucket], encode, seed=7, **more), engine
 
