@@ -69,7 +69,7 @@ class Budget:
     steps of the generic family's start."""
 
     steps: int = 30
-    prompts: int = 16
+    prompts: int = 8
     group: int = 8
     rate: float = 2e-4
     questions: int = 400
