@@ -80,7 +80,7 @@ def _released() -> ConfigDict:
             "responses": (2048,),
         }
     )
-    config.method.template = "evidence_cot"
+    config.method.template = ""
     config.method.sampling.repetition_penalty = 1.05
     config.method.sampling.max_tokens = 2048
     return config

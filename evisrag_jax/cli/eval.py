@@ -84,6 +84,8 @@ def run(argv: Sequence[str]) -> int:
         raise ConfigError("eval needs --out RUN, the folder for predictions and scores")
     if parsed.flags.data is not None:
         parsed.config.data.path = parsed.flags.data
+    if parsed.flags.method is not None:
+        parsed.config.method.name = parsed.flags.method
     config = to_dataclass(parsed.config, EvalConfig)
     summary = evaluate_run(config, parsed.out, facts=parsed.facts())
     from evisrag_jax.evaluation.suite import format_summary
@@ -95,7 +97,11 @@ def run(argv: Sequence[str]) -> int:
 def _flags(values: Any) -> None:
     from absl import flags
 
+    from evisrag_jax.methods.registry import describe
+
     flags.DEFINE_string("data", None, "short for --config.data.path", flag_values=values)
+    told = "short for --config.method.name; the methods:\n" + describe()
+    flags.DEFINE_string("method", None, told, flag_values=values)
 
 
 def evaluate_run(

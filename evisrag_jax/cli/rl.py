@@ -73,12 +73,12 @@ def make_validate(run: Any) -> Callable[[Any, int], Mapping[str, Any]]:
 
     from evisrag_jax.cli.session import read_set
     from evisrag_jax.evaluation.suite import evaluate
-    from evisrag_jax.methods.evidence_cot import EvidenceCoT
+    from evisrag_jax.methods.one_call import OneCall
     from evisrag_jax.rollout.sampling import SamplingConfig
 
     data, config = run.config.data, run.config
     records, _ = read_set(data.validation, data.image_root)
-    method = EvidenceCoT(
+    method = OneCall(
         template=run.template,
         budget=run.pretrained.budget,
         sampling=SamplingConfig(temperature=0.0, max_tokens=run.rl.max_tokens),

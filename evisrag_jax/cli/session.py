@@ -11,7 +11,9 @@ from typing import Any
 
 from evisrag_jax.data.schema import Record
 from evisrag_jax.data.sources import read_records
-from evisrag_jax.methods.evidence_cot import EvidenceCoT
+from evisrag_jax.methods import registry
+from evisrag_jax.methods.base import Method
+from evisrag_jax.methods.registry import METHODS
 from evisrag_jax.pages.decode import load_page
 from evisrag_jax.pages.patches import window_layout
 from evisrag_jax.pages.plan import plan_resize, resolve_budget
@@ -22,8 +24,6 @@ from evisrag_jax.rollout.engine import Engine
 from evisrag_jax.rollout.sampling import SamplingConfig
 from evisrag_jax.runtime.precision import default_precision
 from evisrag_jax.training.pretrained import Pretrained, load_pretrained
-
-METHODS = ("evidence_cot",)
 
 
 class SessionError(ValueError):
@@ -83,13 +83,14 @@ class Shapes:
 class Answering:
     """How questions are answered.
 
-    name: the method.  template: a named template or a file, so a published prompt can go with
-    published weights.  max_pages: pages shown a question, 0 for all.  system: replaces the chat
-    layout's system line where not "".  seed: of sampling above temperature 0.
+    name: the method (`methods.registry`).  template: a named template or a file in place of the method's
+    own, so a published prompt can go with published weights; "" for its own.  max_pages: pages shown a
+    question, 0 for all.  system: replaces the chat layout's system line where not "".  seed: of sampling
+    above temperature 0.
     """
 
     name: str = "evidence_cot"
-    template: str = "evidence_cot"
+    template: str = ""
     max_pages: int = 0
     images_first: bool = False
     system: str = ""
@@ -130,8 +131,8 @@ def make_engine(pretrained: Pretrained, buckets: BucketTable, mesh: Any = None) 
     )
 
 
-def make_method(answering: Answering, pretrained: Pretrained, **changes: Any) -> EvidenceCoT:
-    """The configured method; `changes` are further arguments of its class."""
+def make_method(answering: Answering, pretrained: Pretrained, **changes: Any) -> Method:
+    """The configured method; `changes` are further settings of `OneCall`."""
     settings = {
         "template": answering.template,
         "budget": pretrained.budget,
@@ -143,7 +144,7 @@ def make_method(answering: Answering, pretrained: Pretrained, **changes: Any) ->
         "seed": answering.seed,
     }
     with setting("method"):
-        return EvidenceCoT(**{**settings, **changes})
+        return registry.make_method(answering.name, **{**settings, **changes})
 
 
 def snug_buckets(
@@ -158,7 +159,8 @@ def snug_buckets(
         plan = plan_resize(image.height, image.width, pretrained.budget, layout, name=path)
         grids.append((plan.rows, plan.cols))
     with setting("method.template"):
-        text = load_template(answering.template).render(record.question)
+        own = answering.template or METHODS[answering.name].template
+        text = load_template(own).render(record.question)
     prompt = build_prompt(
         pretrained.tokenizer,
         text,

@@ -9,10 +9,13 @@ code. What is written can be scored again in another mode without running the mo
 from __future__ import annotations
 
 import os
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from evisrag_jax.data.schema import Record
 from evisrag_jax.evaluation.metrics import (
@@ -24,8 +27,16 @@ from evisrag_jax.evaluation.metrics import (
 )
 from evisrag_jax.evaluation.predictions import PredictionWriter, match_predictions
 from evisrag_jax.evaluation.statistics import RESAMPLES, bootstrap
-from evisrag_jax.runtime.json_files import read_jsonl, write_json, write_jsonl
+from evisrag_jax.runtime.json_files import (
+    dump_row,
+    filter_jsonl,
+    read_jsonl,
+    write_json,
+    write_jsonl,
+)
 from evisrag_jax.runtime.processes import gather_json
+
+TIMES = "times.jsonl"  # beside predictions.jsonl, which holds nothing that a clock decides
 
 #: Summary names that get an interval, and the per-question metric each is a mean of.
 INTERVALS = {
@@ -69,7 +80,8 @@ def evaluate(
         mode: "strict" or "code"; whose accuracy is ``accuracy``. Both modes are scored.
         limit: only the first questions of the set.
         name: of the method in the rows; by default its ``name`` or ``__name__``.
-        chunk: questions handed to the method at once.
+        chunk: questions handed to the method at once. Latencies are those of a chunk, a question's share
+            each: use 1 (and buckets of one prompt) to compare methods (evaluation spec 4.7).
         answer_block: the strict rule for several answer blocks: "single", "first" or "last".
         resamples, seed: of the bootstrap intervals (95 %) in ``ci``.
         progress: show a progress bar on a terminal.
@@ -103,10 +115,16 @@ def evaluate(
     resumed = sum(record.id in rows for record in chosen)
     try:
         waiting = [record for record in chosen if record.id not in rows]
-        for row in _predicted(waiting[index::count], method, engine, name, chunk, progress):
+        log = None if out is None else Path(out) / TIMES
+        for row, seconds in _predicted(
+            waiting[index::count], method, engine, name, chunk, progress
+        ):
             rows[row["id"]] = row
             if writer is not None:
                 writer.write(row)
+            if log is not None:
+                with log.open("a", encoding="utf-8") as file:
+                    file.write(dump_row({"id": row["id"], **seconds}))
         if count > 1:
             for told in gather_json(list(rows.values())):
                 rows |= {row["id"]: row for row in told}
@@ -117,7 +135,8 @@ def evaluate(
     scores, summary = score_predictions(
         chosen, known, mode=mode, answer_block=answer_block, resamples=resamples, seed=seed
     )
-    summary = {"method": name, **summary, "n_resumed": resumed}
+    cost = efficiency(known, [] if out is None else read_times(Path(out) / TIMES))
+    summary = {"method": name, **summary, **cost, "n_resumed": resumed}
     if writer is not None and out is not None:
         verdicts = {score.id: score.values["accuracy"] for score in scores}
         for id, accuracy in verdicts.items():
@@ -149,7 +168,8 @@ def _predicted(
     name: str,
     chunk: int,
     progress: bool,
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[tuple[dict[str, Any], dict[str, float]]]:
+    """Rows, and each one's share of its chunk's seconds: in all, and in the engine's phases."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -165,8 +185,14 @@ def _predicted(
     with Progress(*columns, TimeRemainingColumn(), console=console, disable=hidden) as bar:
         task = bar.add_task(f"evaluating {name}", total=len(records))
         for start in range(0, len(records), chunk):
-            for row in _answer(records[start : start + chunk], method, engine, name):
-                yield row
+            part = records[start : start + chunk]
+            begin, before = time.perf_counter(), dict(getattr(engine, "totals", {}))
+            rows = list(_answer(part, method, engine, name))
+            spent = {"seconds": time.perf_counter() - begin}
+            totals = getattr(engine, "totals", {})
+            spent |= {phase: totals[phase] - before[phase] for phase in before}
+            for row in rows:
+                yield row, {phase: seconds / len(part) for phase, seconds in spent.items()}
                 bar.advance(task)
 
 
@@ -200,7 +226,42 @@ def _answer(
             "finish": prediction.finish,
             "length": prediction.length,
             "degenerate": bool(prediction.degenerate),
+            "calls": int(getattr(prediction, "calls", 1)),
+            "generated": int(getattr(prediction, "generated", prediction.length)),
+            "visual_tokens": int(getattr(prediction, "visual_tokens", 0)),
         }
+
+
+def efficiency(
+    rows: Sequence[Mapping[str, Any]], times: Sequence[Mapping[str, Any]]
+) -> dict[str, float]:
+    """cost/… of a question, median and 90th percentile: calls, generated and visual tokens, and latency
+    in seconds, in all and in encoding, prefill and decoding. Pages come with the record, so there is no
+    retrieval in it. Rows of older files have none of these and are left out."""
+    columns: dict[str, list[float]] = {}
+    for row in rows:
+        for name in ("calls", "generated", "visual_tokens"):
+            if row.get(name) is not None and row.get("finish") != "error":
+                columns.setdefault(name, []).append(float(row[name]))
+    for row in times:
+        for name in ("seconds", "encode", "prefill", "decode"):
+            if name in row:
+                label = "latency" if name == "seconds" else f"latency_{name}"
+                columns.setdefault(label, []).append(float(row[name]))
+    return {
+        f"cost/{name}_{label}": float(np.percentile(values, q))
+        for name, values in columns.items()
+        for label, q in (("median", 50), ("p90", 90))
+    }
+
+
+def read_times(path: Path) -> list[dict[str, Any]]:
+    """Rows of times.jsonl, the last of each question; none where there is no file. A line that a kill cut
+    is left out."""
+    if not path.is_file():
+        return []
+    filter_jsonl(path, lambda row: True)
+    return list({row["id"]: row for row in read_jsonl(path)}.values())
 
 
 def prediction_row(record: Record, method: str) -> dict[str, Any]:

@@ -16,9 +16,11 @@ from evisrag_jax.rollout.requests import Completion
 class Prediction:
     """One answered question.
 
-    id: the record's.  text: the whole response.  answer: the text of its <answer> section, stripped; empty
-    without one (scores read `text`, by the rules of their mode).  finish: "stop", "length" or "error".
-    length: response tokens.  degenerate: 20 or more equal tokens in a row.  error: why there is no response.
+    id: the record's.  text: the whole response.  answer: the text of its <answer> section, of its \\boxed{}
+    where there is none, or what the method says; stripped (scores read `text`, by the rules of their mode).
+    finish: "stop", "length" or "error".  length: tokens of that response.  degenerate: 20 or more equal
+    tokens in a row.  error: why there is no response.  calls: of the model.  generated: tokens of all of
+    them.  visual_tokens: merged tokens of the pages of all prompts.
     """
 
     id: str
@@ -28,6 +30,9 @@ class Prediction:
     length: int
     degenerate: bool = False
     error: str | None = None
+    calls: int = 1
+    generated: int = 0
+    visual_tokens: int = 0
 
 
 @runtime_checkable
@@ -50,20 +55,55 @@ class MethodError(ValueError):
         return type(self), (self.record, self.reason)
 
 
-def predict(record: Record, completion: Completion) -> Prediction:
-    """The prediction of one completion with tagged sections."""
-    section = find_section(completion.text, "answer")
+def predict(
+    record: Record,
+    completion: Completion,
+    *,
+    whole: bool = False,
+    calls: int = 1,
+    generated: int | None = None,
+    visual_tokens: int = 0,
+) -> Prediction:
+    """The prediction of a completion. whole: text without a tag or a box is the answer as it stands."""
     return Prediction(
         id=record.id,
         text=completion.text,
-        answer=section.text.strip() if section else "",
+        answer=read_answer(completion.text, whole=whole),
         finish=completion.finish,
         length=completion.length,
         degenerate=completion.degenerate,
         error=completion.error,
+        calls=calls,
+        generated=completion.length if generated is None else generated,
+        visual_tokens=visual_tokens,
     )
+
+
+def read_answer(text: str, *, whole: bool = False) -> str:
+    """The answer of a response: its <answer> section, else its last \\boxed{}, else "" or all of it."""
+    section = find_section(text, "answer")
+    if section is not None:
+        return section.text.strip()
+    boxed = last_boxed(text)
+    if boxed is not None:
+        return boxed
+    return text.strip() if whole else ""
+
+
+def last_boxed(text: str) -> str | None:
+    """What stands in the last \\boxed{}, braces inside included; None without a closed one."""
+    opening = "\\boxed{"
+    at = text.rfind(opening)
+    while at >= 0:
+        depth = 1
+        for end in range(at + len(opening), len(text)):
+            depth += {"{": 1, "}": -1}.get(text[end], 0)
+            if depth == 0:
+                return text[at + len(opening) : end].strip()
+        at = text.rfind(opening, 0, at)
+    return None
 
 
 def failed(error: MethodError) -> Prediction:
     """The empty prediction of a record that could not be answered; it counts as wrong."""
-    return Prediction(error.record, "", "", "error", 0, error=error.reason)
+    return Prediction(error.record, "", "", "error", 0, error=error.reason, calls=0)

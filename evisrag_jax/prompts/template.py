@@ -1,34 +1,43 @@
 """Instruction templates: the text of the user turn around the question.
 
-A template is a UTF-8 text file in which ``{question}`` stands for the question; every other brace
-is literal. Named templates ship with the package: ``evidence_cot`` asks for the four tagged
-sections (EVisRAG section 9), ``mini`` is the bare question that the mini model is trained on.
+A template is a UTF-8 text file in which ``{question}`` stands for the question, and in the later calls of
+a method with several ``{notes}`` for what earlier ones wrote; every other brace is literal. Named
+templates ship with the package: ``evidence_cot`` asks for the four tagged sections (EVisRAG section 9),
+``mini`` is the bare question that the mini model is trained on, and the others are those of
+``evisrag_jax.methods``.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
 PLACEHOLDER = "{question}"
-NAMES = ("evidence_cot", "mini")
+NOTES = "{notes}"
+NAMES = (
+    *("evidence_cot", "evidence_cot_one_shot", "generic_cot", "direct", "mini"),
+    *("cocot", "ccot", "ddcot", "ccot_graph", "ccot_answer"),
+    *("ddcot_split", "ddcot_look", "ddcot_join"),
+)
 
 
 @dataclass(frozen=True)
 class Template:
-    """A named instruction text with at least one ``{question}``; ValueError if it has none."""
+    """A named instruction text with ``{question}`` or ``{notes}``; ValueError if it has neither."""
 
     name: str
     text: str
 
     def __post_init__(self) -> None:
-        if PLACEHOLDER not in self.text:
+        if PLACEHOLDER not in self.text and NOTES not in self.text:
             raise ValueError(f"template {self.name!r} has no {PLACEHOLDER}")
 
-    def render(self, question: str) -> str:
-        """The user's text: every ``{question}`` replaced, the question itself left untouched."""
-        return self.text.replace(PLACEHOLDER, question)
+    def render(self, question: str, notes: str = "") -> str:
+        """The user's text: placeholders replaced in one pass, what is filled in left untouched."""
+        values = {PLACEHOLDER: question, NOTES: notes}
+        return re.sub(r"\{question\}|\{notes\}", lambda found: values[found[0]], self.text)
 
 
 def load_template(name_or_path: str | Path) -> Template:

@@ -104,7 +104,7 @@ def fit_rl(
         in_shardings=meshes.batch_sharding(mesh),
         out_shardings=meshes.replicated(mesh),
     )
-    watch, timeline = Watch(), StepTimeline(run)
+    watch, timeline = Watch(whole=rl.step_prompts == "none"), StepTimeline(run)
 
     def step_fn(state: TrainState, _: Any, k: int) -> tuple[TrainState, dict[str, Any]]:
         timeline.start(k)
@@ -220,10 +220,10 @@ def with_advantages(
 
 
 class Watch:
-    """Warnings that a curve would show too late."""
+    """Warnings that a curve would show too late.  whole: whether a response has all sections."""
 
-    def __init__(self) -> None:
-        self.clipped = 0
+    def __init__(self, *, whole: bool = True) -> None:
+        self.clipped, self.whole = 0, whole
 
     def __call__(self, rollout: Mapping[str, float], update: Mapping[str, Any], k: int) -> None:
         gap = float(update["rollout/logp_gap_mean"])
@@ -233,7 +233,7 @@ class Watch:
                 "at %.2f): sampler and trainer do not compute the same distribution",
                 *(k, gap, GAP_ALARM),
             )
-        if k == 1 and rollout.get("reward/format", 1.0) < 0.5:
+        if k == 1 and self.whole and rollout.get("reward/format", 1.0) < 0.5:
             log.warning(
                 "step 1: only %.0f %% of the responses have the format (%s); start from a model "
                 "that was fine-tuned on it",

@@ -103,6 +103,7 @@ class Engine:
             split=False,
         )
         self.times = dict.fromkeys(("encode", "prefill", "decode"), 0.0)  # seconds, last call
+        self.totals = dict(self.times)  # seconds, all calls
         log.info("end of a response: ids %s", list(self.stop_ids))
 
     def set_params(self, params: Any) -> None:
@@ -189,7 +190,9 @@ class Engine:
     def _timed(self, phase: str) -> Iterator[None]:
         begin = time.perf_counter()
         yield
-        self.times[phase] += time.perf_counter() - begin
+        seconds = time.perf_counter() - begin
+        self.times[phase] += seconds
+        self.totals[phase] += seconds
 
 
 def unsampled_ids(

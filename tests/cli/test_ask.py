@@ -7,7 +7,7 @@ import pytest
 from evisrag_jax.cli.main import main
 from evisrag_jax.data.miniworld.files import write_dataset
 from evisrag_jax.methods.base import Prediction
-from evisrag_jax.methods.evidence_cot import EvidenceCoT
+from evisrag_jax.methods.one_call import OneCall
 
 TAGGED = (
     "<observe> three pages</observe>\n<evidence>\n[1]: Elba tea 28\n[2]: no relevant information\n"
@@ -34,7 +34,7 @@ def answer(monkeypatch):
             records.extend(given)
             return [Prediction(r.id, text, "28", finish, 40) for r in given]
 
-        monkeypatch.setattr(EvidenceCoT, "__call__", call)
+        monkeypatch.setattr(OneCall, "__call__", call)
         return records
 
     return make

@@ -108,6 +108,18 @@ def test_b06_another_pixel_budget_is_warned_of(tiny_model, tmp_path, capsys):
     assert versions["pixel_budget"]["name"] == "sft"
 
 
+@pytest.mark.parametrize(("name", "calls"), [("direct", 1), ("ccot_two_call", 2)])
+def test_other_methods_by_name(tiny_model, tmp_path, name, calls):
+    """--method: what answered stands in every row, with its calls; costs are in the summary."""
+    more = [f"--method={name}", "--config.data.questions=2", "--config.report=False"]
+    assert main(command(tiny_model, tmp_path, *more)) == 0
+    rows = [json.loads(line) for line in (tmp_path / "predictions.jsonl").open()]
+    assert [(row["method"], row["calls"]) for row in rows] == [(name, calls)] * 2
+    assert all(row["visual_tokens"] == calls * 60 for row in rows)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["cost/calls_median"] == calls and summary["cost/latency_decode_median"] > 0
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -115,7 +127,7 @@ def test_b06_another_pixel_budget_is_warned_of(tiny_model, tmp_path, capsys):
         (["--out=x", "file.jsonl"], "positional arguments, got file.jsonl"),
         (["--out=x", "--config.modle.path=y"], "did you mean 'mode'"),
         (["--out=x", "--config.mode=fuzzy"], "unknown scoring mode 'fuzzy'"),
-        (["--out=x", "--config.method.name=ccot"], "method.name='ccot'; one of evidence_cot"),
+        (["--out=x", "--config.method.name=cot"], "method.name='cot'; one of evidence_cot"),
         (["--out=x", "--config.data.questions=0"], "data.questions=0 must be at least 1"),
         (["--out=x", "--config.method.sampling.max_tokens=65"], "max_tokens=65 is more than"),
         (["--out=x", "--data=no.jsonl"], "data.path: "),

@@ -81,7 +81,7 @@ def test_snug_bucket_of_a_question_without_pages(record, pretrained):
 
 def test_settings_are_refused_by_name(tiny_model, tmp_path):
     for make, message in (
-        (lambda: Answering(name="ccot"), "method.name='ccot'; one of evidence_cot"),
+        (lambda: Answering(name="cot"), "method.name='cot'; one of evidence_cot"),
         (lambda: Shapes((1,), (), (96,), (64,)), "shapes.pages is empty"),
         (lambda: open_model(Model("")), "model.path: a model folder is needed"),
         (lambda: open_model(Model("nowhere")), "model.path: nowhere: no such model folder"),

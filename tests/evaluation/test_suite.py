@@ -9,6 +9,7 @@ from evisrag_jax.data.schema import Record
 from evisrag_jax.evaluation import suite
 from evisrag_jax.evaluation.budgets import compare_budgets
 from evisrag_jax.evaluation.statistics import paired_difference
+from evisrag_jax.evaluation.suite import efficiency
 from evisrag_jax.pages.decode import PageError
 from evisrag_jax.pages.plan import BUDGETS
 from evisrag_jax.prompts.chat import PromptTooLong
@@ -79,6 +80,9 @@ def test_files_and_summary(tmp_path):
         "answer": "3",
         "finish": "stop",
         "length": 5,
+        "calls": 1,
+        "generated": 5,
+        "visual_tokens": 0,
         "method": "echo",
         "images": ["/pages/3.png"],
         "question": "Q?",
@@ -113,7 +117,27 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path):
     assert summary.pop("n_resumed") == 4
     straight = run(Echo(), tmp_path / "b")
     assert straight.pop("n_resumed") == 0
+    clock = [name for name in summary if name.startswith("cost/latency")]
+    assert clock == ["cost/latency_median", "cost/latency_p90"]
+    for name in clock:
+        assert summary.pop(name) > 0 and straight.pop(name) > 0
     assert summary == straight
+    times = lines(tmp_path / "a" / "times.jsonl")
+    assert sorted(row["id"] for row in times) == sorted(f"q{i}" for i in range(10))
+
+
+def test_costs_by_hand():
+    """Medians and 90th percentiles; an error, and rows of older files, say nothing."""
+    rows = [
+        {"calls": 1, "generated": 10, "visual_tokens": 60},
+        {"calls": 3, "generated": 30, "visual_tokens": 20},
+        {"calls": 0, "generated": 0, "visual_tokens": 0, "finish": "error"},
+        {},
+    ]
+    got = efficiency(rows, [{"id": "a", "seconds": 2.0, "decode": 1.0}])
+    assert got["cost/calls_median"] == 2 and got["cost/generated_p90"] == 28
+    assert got["cost/latency_median"] == 2.0 and got["cost/latency_decode_p90"] == 1.0
+    assert efficiency([{}], []) == {}
     for name in ("predictions.jsonl", "scores.jsonl"):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
     again = Echo()

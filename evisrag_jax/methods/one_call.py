@@ -1,4 +1,4 @@
-"""EvidenceCoT: one call over all pages; the model observes, records evidence page by page, thinks and answers.
+"""One call over all pages: EvidenceCoT and every other way to ask that differs by its template alone.
 
 The prompt is one user turn: an instruction template with the question, then the pages (EVisRAG section 9).
 The template may come from a file, so a published prompt can go with published weights.
@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from evisrag_jax.data.schema import Record
 from evisrag_jax.methods.base import MethodError, Prediction, failed, predict
 from evisrag_jax.pages.decode import PageError
+from evisrag_jax.pages.patches import PagePatches
 from evisrag_jax.pages.plan import PixelBudget
 from evisrag_jax.prompts.chat import PromptTooLong, build_prompt
 from evisrag_jax.prompts.template import Template, load_template
@@ -24,7 +25,7 @@ from evisrag_jax.training.page_cache import PageCache
 
 
 @dataclass(frozen=True)
-class EvidenceCoT:
+class OneCall:
     """Settings of the method; calling it answers records.
 
     template: a name, a file or a Template.  budget: pixel limits of the pages.  sampling: of the one response a
@@ -34,7 +35,8 @@ class EvidenceCoT:
     seed: of sampling above temperature 0.  on_error: "raise" a MethodError, or "record" a prediction with
     finish "error" for a record whose pages cannot be read or that no bucket holds.  chunk: records whose
     pages are held in memory at a time; None is twice the rows of the largest batch.  pages, features: caches
-    shared with a training run, so that repeated validation prepares and encodes no page again.
+    shared with a training run, so that repeated validation prepares and encodes no page again.  whole: a
+    response without tags is the answer as it stands.
     """
 
     template: str | Template
@@ -51,6 +53,7 @@ class EvidenceCoT:
     chunk: int | None = None
     pages: PageCache | None = None
     features: FeatureCache | None = None
+    whole: bool = False
     name: str = "evidence_cot"
 
     def __post_init__(self):
@@ -71,17 +74,28 @@ class EvidenceCoT:
             predictions += self._answer(records[first : first + chunk], engine)
         return predictions
 
-    def request(self, record: Record, engine: Engine, pages: PageCache | None = None) -> Request:
-        """The prompt and pages of one record, from `pages` or the method's own; MethodError as above."""
+    def request(
+        self,
+        record: Record,
+        engine: Engine,
+        pages: PageCache | None = None,
+        *,
+        text: str | None = None,
+        images: Sequence[str] | None = None,
+        step: str = "",
+    ) -> Request:
+        """The prompt and pages of one call; MethodError as above.
+
+        text: of the user's turn; None for the template's. images: pages shown, those of the record for
+        None. step: tells apart the calls of one record.
+        """
         pages = pages or self.pages or PageCache()
+        images = record.images[: self.max_pages] if images is None else images
         try:
-            shown = tuple(
-                pages.get(path, engine.layout, self.budget, self.exif_transpose)
-                for path in record.images[: self.max_pages]
-            )
+            shown = self.shown(images, engine, pages)
             prompt = build_prompt(
                 engine.tokenizer,
-                self.template.render(record.question),
+                self.template.render(record.question) if text is None else text,
                 [page.grid for page in shown],
                 images_first=self.images_first,
                 system=self.system,
@@ -89,7 +103,7 @@ class EvidenceCoT:
                 name=record.id,
                 merge=engine.layout.merge,
             )
-            request = Request(record.id, prompt, shown)
+            request = Request(f"{record.id}#{step}" if step else record.id, prompt, shown)
             engine.buckets.classes([measure(request, self.sampling)])  # refuses what fits none
             if self.features is not None:
                 return replace(request, features=self.features.get(shown))
@@ -98,6 +112,20 @@ class EvidenceCoT:
             return request
         except (PageError, PromptTooLong, RequestTooLarge) as error:
             raise MethodError(record.id, str(error)) from error
+
+    def shown(
+        self, images: Sequence[str], engine: Engine, pages: PageCache
+    ) -> tuple[PagePatches, ...]:
+        """What of these files goes into the prompt: each as a page of its own."""
+        return tuple(
+            pages.get(path, engine.layout, self.budget, self.exif_transpose) for path in images
+        )
+
+    def refuse(self, error: MethodError) -> Prediction:
+        """The prediction that stands for a record without an answer, unless `on_error` raises."""
+        if self.on_error == "raise":
+            raise error
+        return failed(error)
 
     def _answer(self, records: Sequence[Record], engine: Engine) -> list[Prediction]:
         pages = self.pages or PageCache()
@@ -108,11 +136,20 @@ class EvidenceCoT:
                 requests.append(self.request(record, engine, pages))
                 results.append(None)
             except MethodError as error:
-                if self.on_error == "raise":
-                    raise
-                results.append(failed(error))
-        completions = iter(engine.generate(requests, self.sampling, seed=self.seed))
-        return [
-            result if result is not None else predict(record, next(completions)[0])
-            for record, result in zip(records, results, strict=True)
-        ]
+                results.append(self.refuse(error))
+        answered = zip(
+            requests, engine.generate(requests, self.sampling, seed=self.seed), strict=True
+        )
+        out = []
+        for record, result in zip(records, results, strict=True):
+            if result is None:
+                request, (done,) = next(answered)
+                tokens = visual_tokens(request)
+                result = predict(record, done, whole=self.whole, visual_tokens=tokens)
+            out.append(result)
+        return out
+
+
+def visual_tokens(request: Request) -> int:
+    """Merged tokens of a request's pages."""
+    return sum(len(page.merged_index) for page in request.pages)

@@ -1,4 +1,4 @@
-"""EvidenceCoT: from records on disk to predictions, with a scripted engine and with the tiny model."""
+"""OneCall: from records on disk to predictions, with a scripted engine and with the tiny model."""
 
 import dataclasses
 
@@ -8,7 +8,7 @@ from PIL import Image
 
 from evisrag_jax.data.schema import Record
 from evisrag_jax.methods.base import Method, MethodError, Prediction
-from evisrag_jax.methods.evidence_cot import EvidenceCoT
+from evisrag_jax.methods.one_call import OneCall
 from evisrag_jax.pages.plan import BUDGETS, PixelBudget
 from evisrag_jax.prompts.template import Template
 from evisrag_jax.rollout.engine import Engine
@@ -63,7 +63,7 @@ def test_answers_come_from_the_answer_section(make_engine, folder):
         "none": "just 42",
     }
     engine = Scripted(make_engine(), texts)
-    method = EvidenceCoT(BARE, BUDGETS["mini"], sampling=SHORT, seed=5)
+    method = OneCall(BARE, BUDGETS["mini"], sampling=SHORT, seed=5)
     out = method([record(folder, name) for name in texts], engine)
     assert [p.answer for p in out] == ["42", "4", ""]
     assert [p.id for p in out] == list(texts) and [p.text for p in out] == list(texts.values())
@@ -74,7 +74,7 @@ def test_answers_come_from_the_answer_section(make_engine, folder):
 
 def test_the_prompt_holds_the_question_and_the_pages_in_order(make_engine, folder):
     engine = Scripted(make_engine(), {"q": ""})
-    method = EvidenceCoT(BARE, BUDGETS["mini"], sampling=SHORT, system="s")
+    method = OneCall(BARE, BUDGETS["mini"], sampling=SHORT, system="s")
     made = method.request(record(folder, images=("1.png", "0.png")), engine)
     assert made.prompt.grids == ((6, 6), (4, 6))
     assert [p.grid for p in made.pages] == [(6, 6), (4, 6)]
@@ -93,10 +93,10 @@ def test_the_prompt_holds_the_question_and_the_pages_in_order(make_engine, folde
 def test_a_template_can_be_loaded_from_a_file(make_engine, folder, tmp_path):
     path = tmp_path / "published.txt"
     path.write_text("Look first. Question: {question}\n", encoding="utf-8")
-    method = EvidenceCoT(str(path), BUDGETS["mini"], sampling=SHORT, system="s")
+    method = OneCall(str(path), BUDGETS["mini"], sampling=SHORT, system="s")
     text = method.request(record(folder), Scripted(make_engine(), {})).prompt.text
     assert "Look first. Question: what?\n" in text
-    assert "{question}" in EvidenceCoT("evidence_cot", BUDGETS["mini"]).template.text
+    assert "{question}" in OneCall("evidence_cot", BUDGETS["mini"]).template.text
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_a_template_can_be_loaded_from_a_file(make_engine, folder, tmp_path):
 def test_a_bad_record_is_named_or_recorded(make_engine, folder, changes, message):
     """B02: the error names record and file or limit; with on_error="record" the rest is answered."""
     engine = Scripted(make_engine(), {"a": "A", "c": "C"})
-    method = EvidenceCoT(BARE, BUDGETS["mini"], sampling=SHORT, system="s")
+    method = OneCall(BARE, BUDGETS["mini"], sampling=SHORT, system="s")
     records = [record(folder, "a"), record(folder, "b", **changes), record(folder, "c")]
     with pytest.raises(MethodError, match=f"record 'b'.*{message}"):
         method(records, engine)
@@ -128,7 +128,7 @@ def test_records_are_answered_in_chunks_and_a_page_is_read_once_a_chunk(
     monkeypatch.setattr(page_cache, "load_page", lambda p, **k: reads.append(p) or load(p, **k))
     names = [f"r{i}" for i in range(5)]
     engine = Scripted(make_engine(), {n: n for n in names})
-    method = EvidenceCoT(BARE, BUDGETS["mini"], sampling=SHORT, system="s", chunk=2)
+    method = OneCall(BARE, BUDGETS["mini"], sampling=SHORT, system="s", chunk=2)
     out = method([record(folder, n) for n in names], engine)
     assert [p.text for p in out] == names
     assert [len(requests) for requests, *_ in engine.calls] == [2, 2, 1] and len(reads) == 3
@@ -140,7 +140,7 @@ def test_a_shared_cache_outlives_the_call(make_engine, folder, monkeypatch):
     load = page_cache.load_page
     monkeypatch.setattr(page_cache, "load_page", lambda p, **k: reads.append(p) or load(p, **k))
     engine = Scripted(make_engine(), {"a": "A", "b": "B"})
-    method = EvidenceCoT(BARE, BUDGETS["mini"], sampling=SHORT, system="s", pages=PageCache())
+    method = OneCall(BARE, BUDGETS["mini"], sampling=SHORT, system="s", pages=PageCache())
     for _ in range(2):
         assert [p.text for p in method([record(folder, n) for n in "ab"], engine)] == ["A", "B"]
     assert len(reads) == 1
@@ -150,11 +150,11 @@ def test_bad_settings_are_refused():
     budget = PixelBudget("b", 784, 784)
     for bad in ({"on_error": "skip"}, {"max_pages": 0}, {"chunk": 0}):
         with pytest.raises(ValueError, match=next(iter(bad))):
-            EvidenceCoT(BARE, budget, **bad)
+            OneCall(BARE, budget, **bad)
 
 
 def test_the_tiny_model_answers_end_to_end(make_engine, folder):
-    method = EvidenceCoT(BARE, BUDGETS["mini"], sampling=SHORT, system="s")
+    method = OneCall(BARE, BUDGETS["mini"], sampling=SHORT, system="s")
     records = [
         record(folder, "a"),
         record(folder, "b", ("1.png", "0.png")),
