@@ -74,7 +74,35 @@ FAMILIES = (
         "reward",
         "Reward channels",
         "mean over the step’s samples",
-        r"reward/(?!overall|mean$|total$|group_).+",
+        r"reward/(?!overall|mean$|total$|group_)(?!.*_(std|flat|low|high)$).+",
+    ),
+    Family(
+        "signal",
+        "Groups without signal",
+        "share in which all responses have one value",
+        r"reward/.+_flat",
+        fraction=True,
+    ),
+    Family("spread", "Reward spread", "standard deviation over responses", r"reward/.+_std"),
+    Family(
+        "bounds",
+        "Values at the bounds",
+        "share of responses",
+        r"reward/.+_(low|high)",
+        fraction=True,
+    ),
+    Family(
+        "hollow",
+        "Hollow and soft responses",
+        "share of responses",
+        r"rollout/(all_no_info|empty_sections|exact|soft_credit)",
+    ),
+    Family(
+        "interference",
+        "Interference",
+        "cosine of the perception and the derivation gradient",
+        r"grad/cosine",
+        smooth=False,
     ),
     Family(
         "overall",
@@ -104,7 +132,22 @@ FAMILIES = (
         smooth=False,
     ),
 )
-ORDER = ("overall", "reward", "eval", "loss", "gradient", "gap", "length", "clipped", "scope")
+ORDER = (
+    "overall",
+    "reward",
+    "signal",
+    "bounds",
+    "spread",
+    "hollow",
+    "interference",
+    "eval",
+    "loss",
+    "gradient",
+    "gap",
+    "length",
+    "clipped",
+    "scope",
+)
 _REST_UNIT = {"time": "seconds", "eval": "held-out questions", "lr": "learning rate"}
 
 

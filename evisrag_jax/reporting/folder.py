@@ -24,7 +24,7 @@ class RunFolder:
         config, versions, summary: the JSON objects of the files of these names.
         metrics: one dict a step, ascending by step; rows of one step are merged, the later value wins.
         timeline: rows `{"step", "name", "start", "seconds"}`.
-        predictions, rejected: the rows of these files.
+        predictions, rejected, alarms: the rows of these files.
         rollouts: (step, file) of each `rollouts/step_*.jsonl`, ascending; read one with `read_rows`.
         present: names of the files that were found.
         notes: what could not be read, in sentences for the reader of the report.
@@ -38,6 +38,7 @@ class RunFolder:
     timeline: list[dict[str, Any]] = field(default_factory=list)
     predictions: list[dict[str, Any]] = field(default_factory=list)
     rejected: list[dict[str, Any]] = field(default_factory=list)
+    alarms: list[dict[str, Any]] = field(default_factory=list)
     rollouts: list[tuple[int, Path]] = field(default_factory=list)
     present: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -65,6 +66,7 @@ def read_folder(path: Path) -> RunFolder:
     run.timeline = _read_named(run, "timeline.jsonl")
     run.predictions = _read_named(run, "predictions.jsonl")
     run.rejected = _read_named(run, "rejected.jsonl")
+    run.alarms = _read_named(run, "alarms.jsonl")
     for file in (path / "rollouts").glob("step_*.jsonl"):
         if match := _ROLLOUT_NAME.fullmatch(file.name):
             run.rollouts.append((int(match[1]), file))

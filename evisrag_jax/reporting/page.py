@@ -119,6 +119,14 @@ def render(run: RunFolder, limits: Limits) -> str:
         rejected=rejected_table(run.rejected),
         files=[(n, pairs(v)) for n, v in _objects(run) if v is not None],
         notes=notes,
+        alarms=[
+            (
+                display.text(row.get("step")),
+                display.text(row.get("name")),
+                display.text(row.get("message")),
+            )
+            for row in run.alarms
+        ],
         absent=_absent(run),
         images=images,
         style=Markup(style),

@@ -45,8 +45,19 @@ class Cell:
 
 
 @dataclass(frozen=True)
+class Stretch:
+    """Neighbouring tokens of one advantage ("" where the channel pays none of them), and its shade."""
+
+    text: str
+    advantage: str
+    shade: str
+
+
+@dataclass(frozen=True)
 class SampleView:
-    """One response of a group. `best` marks the group's highest reward; `missing` names absent or open sections."""
+    """One response of a group. `best` and `worst` mark the group's highest and lowest reward where these differ
+    (a group of one value has a best only); `missing` names absent or open sections; `tokens` holds, by
+    channel, the text in stretches of one advantage."""
 
     id: str
     index: str
@@ -55,13 +66,16 @@ class SampleView:
     length: str
     finish: str
     best: bool
+    worst: bool
     blocks: tuple[Block, ...]
     missing: tuple[str, ...]
+    tokens: tuple[tuple[str, tuple[Stretch, ...]], ...] = ()
 
 
 @dataclass(frozen=True)
 class GroupView:
-    """A question with its pages and the samples drawn for it. `sufficient` is None where the record does not say."""
+    """A question with its pages and the samples drawn for it, the best and the worst first. `sufficient` is None
+    where the record does not say."""
 
     id: str
     step: int
@@ -146,6 +160,8 @@ def _group(id: str, step: int, row: dict[str, Any], images: ImageStore) -> Group
     totals = [_total(mapping(s.get("rewards"))) for s in samples]
     known = [t for t in totals if t is not None]
     best = totals.index(max(known)) if known else 0
+    worst = totals.index(min(known)) if known and min(known) < max(known) else -1
+    order = sorted(range(len(samples)), key=lambda i: (i != best, i != worst, i))
     own_step = row.get("step")
     sufficient = row.get("is_sufficient")
     return GroupView(
@@ -159,8 +175,8 @@ def _group(id: str, step: int, row: dict[str, Any], images: ImageStore) -> Group
         columns=columns,
         total_name=OVERALL if has_overall else "sum",
         samples=tuple(
-            _sample(f"{id}-sample-{i}", i, sample, columns, total, i == best)
-            for i, (sample, total) in enumerate(zip(samples, totals, strict=True))
+            _sample(f"{id}-sample-{i}", i, samples[i], columns, totals[i], i == best, i == worst)
+            for i in order
         ),
     )
 
@@ -172,6 +188,7 @@ def _sample(
     columns: Sequence[str],
     total: float | None,
     best: bool,
+    worst: bool,
 ) -> SampleView:
     rewards, advantages = mapping(sample.get("rewards")), mapping(sample.get("advantages"))
     cells = []
@@ -194,9 +211,36 @@ def _sample(
         length=format_number(sample.get("length")),
         finish=text(sample.get("finish")) or "n/a",
         best=best,
+        worst=worst,
         blocks=tuple(blocks),
         missing=tuple(missing_tags(blocks)),
+        tokens=tuple(
+            (name, stretches(text(sample.get("text")), runs))
+            for name, runs in mapping(sample.get("token_advantages")).items()
+        ),
     )
+
+
+def stretches(whole: str, runs: Any) -> tuple[Stretch, ...]:
+    """A text cut at runs [first character, end, advantage]; what lies in no run has no advantage. Runs that
+    are malformed, overlap or reach beyond the text are left out."""
+    out: list[Stretch] = []
+    at = 0
+    for run in runs if isinstance(runs, list) else []:
+        if not (
+            isinstance(run, list) and len(run) == 3 and all(number(x) is not None for x in run)
+        ):
+            continue
+        start, end, value = int(run[0]), int(run[1]), finite(number(run[2]))
+        if not at <= start < end <= len(whole):
+            continue
+        if start > at:
+            out.append(Stretch(whole[at:start], "", ""))
+        out.append(Stretch(whole[start:end], format_signed(value), shade(value)))
+        at = end
+    if at < len(whole):
+        out.append(Stretch(whole[at:], "", ""))
+    return tuple(out)
 
 
 def _total(rewards: dict[str, Any]) -> float | None:

@@ -112,6 +112,16 @@ class RewardConfig:
         return tuple(name for name in self.channels if name not in self.unpaid)
 
     @property
+    def bounds(self) -> dict[str, tuple[float, float]]:
+        """Lowest and highest value of each channel (code: with fewer than six gold records)."""
+        highest = {"accuracy": _CODE_WEIGHT, "evidence": _CODE_WEIGHT, "steps": KEY_STEP_WEIGHT}
+        penalties = ("overlong", "isObserve", "isThink")
+        return {
+            name: (-1.0, 0.0) if name in penalties else (0.0, highest.get(name, 1.0))
+            for name in self.channels
+        }
+
+    @property
     def strips(self) -> bool:
         """Whether white space around the response is ignored by the format channel."""
         return self.mode == "strict" if self.strip is None else self.strip

@@ -456,7 +456,8 @@ def span(name: str, spans: list[Span]) -> Iterator[None]:
 
 
 def rollout_row(step: int, group: Judged) -> dict[str, Any]:
-    """A prompt with its samples, as rollouts/step_*.jsonl holds it; advantages are added later."""
+    """A prompt with its samples, as rollouts/step_*.jsonl holds it but for the advantages, which take the
+    place of `offsets`."""
     record: Record = group.item.record
     samples = []
     for index, (done, rewards) in enumerate(zip(group.completions, group.rewards, strict=True)):
@@ -469,7 +470,7 @@ def rollout_row(step: int, group: Judged) -> dict[str, Any]:
                 "finish": done.finish,
                 "sections": {tag: sections[tag].text for tag in TAGS if tag in sections},
                 "rewards": rewards,
-                "advantages": {},
+                "offsets": done.offsets,
             }
         )
     return {

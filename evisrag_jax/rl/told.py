@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Bool, Float32, Int32, UInt8
 
 from evisrag_jax.prompts.sections import TAGS
-from evisrag_jax.rl import scopes
+from evisrag_jax.rl import insight, scopes
 from evisrag_jax.rl.config import RLConfig
 from evisrag_jax.rollout.requests import Completion
 from evisrag_jax.runtime.processes import gather
@@ -57,7 +57,8 @@ class Moved(NamedTuple):
 class Told(NamedTuple):
     """A round of all processes, in the order of their rows.
 
-    finish: index into FINISHES.  found: by TAGS.  moved: None where rows stay where they are.
+    finish: index into FINISHES.  found: by TAGS.  flags: bits of `insight.flags`.  moved: None where rows
+    stay where they are.
     """
 
     position: Int32[np.ndarray, " P"]
@@ -66,6 +67,7 @@ class Told(NamedTuple):
     finish: UInt8[np.ndarray, "P G"]
     degenerate: Bool[np.ndarray, "P G"]
     found: Bool[np.ndarray, "P G tags"]
+    flags: UInt8[np.ndarray, "P G"]
     moved: Moved | None
 
     @property
@@ -90,6 +92,10 @@ def tell(judged: Sequence[Judged], rl: RLConfig, *, moves: bool) -> Told:
         finish=array(lambda c: FINISHES.index(c.finish), np.uint8),
         degenerate=array(lambda c: c.degenerate, bool),
         found=np.array([[[f[tag] for tag in TAGS] for f in g.found] for g in judged], bool),
+        flags=np.array(
+            [[insight.flags(c.text, g.item.record) for c in g.completions] for g in judged],
+            np.uint8,
+        ),
         moved=_moved(judged, rl.max_tokens) if moves else None,
     )
     whole = gather(mine)
@@ -133,9 +139,9 @@ def rebuild(item: Prepared, told: Told, row: int, rl: RLConfig) -> Judged:
 
 def rollout_metrics(rounds: Sequence[Told], rl: RLConfig) -> dict[str, float]:
     """Means over everything sampled in all processes, before filter and masks."""
-    rewards, length, finish, degenerate, found = (
+    rewards, length, finish, degenerate, found, flags, valid = (
         np.concatenate([getattr(one, name) for one in rounds])
-        for name in ("rewards", "length", "finish", "degenerate", "found")
+        for name in ("rewards", "length", "finish", "degenerate", "found", "flags", "valid")
     )
     wide = rewards.astype(np.float64)
     overall = wide.sum(-1)
@@ -149,5 +155,7 @@ def rollout_metrics(rounds: Sequence[Told], rl: RLConfig) -> dict[str, float]:
         "rollout/clipped_ratio": float((finish == FINISHES.index("length")).mean()),
         "rollout/failed": float((finish == FINISHES.index("error")).sum()),
         "rollout/degenerate": float(degenerate.mean()),
+        **insight.channel_metrics(wide, valid, rl.reward),
+        **insight.response_metrics(flags, length, wide, rl.reward),
         **scopes.found_rates(rows),
     }

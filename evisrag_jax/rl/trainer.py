@@ -8,6 +8,7 @@ The loop itself (metrics, validation, checkpoints, exact resume) is `training.lo
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -17,12 +18,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from evisrag_jax.models.qwen25vl.config import Qwen25VLConfig
-from evisrag_jax.prompts.sections import TAGS
+from evisrag_jax.rl.alarms import Alarms
 from evisrag_jax.rl.collect import Collected
 from evisrag_jax.rl.config import RLConfig
+from evisrag_jax.rl.insight import token_runs
 from evisrag_jax.rl.interference import compile_interference
 from evisrag_jax.rl.passes import (
     UpdateConfig,
@@ -48,9 +50,6 @@ from evisrag_jax.training.loop import FitResult, fit
 from evisrag_jax.training.state import Flat, TrainState, state_shardings
 
 Collect = Callable[[Any, int], Collected]
-
-GAP_ALARM = 0.05  # mean |log-prob| difference between sampler and trainer (nats)
-CLIPPED_STEPS = 3  # steps in a row with nothing but cut responses that call for a warning
 
 log = logging.getLogger(__name__)
 
@@ -100,11 +99,12 @@ def fit_rl(
         raise ValueError(f"loss.kl_coef={rl.loss.kl_coef} needs a reference")
     sampler = compile_params(settings, shardings, layout)
     advantages = jax.jit(
-        partial(logged_advantages, rl=rl),
+        partial(shown_advantages, rl=rl),
         in_shardings=meshes.batch_sharding(mesh),
         out_shardings=meshes.replicated(mesh),
     )
-    watch, timeline = Watch(whole=rl.step_prompts == "none"), StepTimeline(run)
+    timeline = StepTimeline(run)
+    alarms = Alarms(rl.reward, whole=rl.step_prompts == "none")
 
     def step_fn(state: TrainState, _: Any, k: int) -> tuple[TrainState, dict[str, Any]]:
         timeline.start(k)
@@ -144,10 +144,16 @@ def fit_rl(
                 rows.append(metrics)
             if writes:  # while the device works
                 with timeline.phase("write"):
-                    named = with_advantages(got.rows, jax.device_get(shown)[got.places], rl)
+                    values = [a[got.places] for a in jax.device_get(shown)]
+                    named = with_advantages(got.rows, *values, rl)
                     run.write_rollouts(k, named[:rollout_rows])
             metrics = over_updates(jax.device_get(rows))
-        watch(got.metrics, metrics, k)
+        if not alarms.steps:  # the first step here may be one in the middle of a run
+            for row in run.read_metrics():
+                alarms(row, {}, row["step"])
+        for alarm in alarms(got.metrics, metrics, k):
+            log.warning("step %d: %s", k, alarm.message)
+            run.add_alarm(dataclasses.asdict(alarm))
         return state, got.metrics | metrics | angle | timeline.finish()
 
     def check(state: TrainState, k: int) -> Mapping[str, Any]:
@@ -198,52 +204,36 @@ def over_updates(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def logged_advantages(batch: RLBatch, *, rl: RLConfig) -> Float[Array, "P G C"]:
-    """The advantage on each channel's own tokens that is farthest from 0."""
-    values, _ = token_advantages(batch, rl)
-    shown = batch.masks & trained_mask(batch)[:, :, None]
-    values = jnp.broadcast_to(values, shown.shape)
-    low = jnp.min(values, -1, where=shown, initial=0.0)
-    high = jnp.max(values, -1, where=shown, initial=0.0)
-    return jnp.where(-low > high, low, high)
+def shown_advantages(
+    batch: RLBatch, *, rl: RLConfig
+) -> tuple[Float[Array, "P G C"], Float[Array, "P G Z T"], Bool[Array, "P G Z T"]]:
+    """The advantage on each channel's own tokens that is farthest from 0; and those of all tokens, with
+    the masks of the loss."""
+    values, masks = token_advantages(batch, rl)
+    own = batch.masks & trained_mask(batch)[:, :, None]
+    spread = jnp.broadcast_to(values, own.shape)
+    low = jnp.min(spread, -1, where=own, initial=0.0)
+    high = jnp.max(spread, -1, where=own, initial=0.0)
+    return jnp.where(-low > high, low, high), values, masks
 
 
 def with_advantages(
-    rows: list[dict[str, Any]], shown: Float[np.ndarray, "P G C"], rl: RLConfig
+    rows: list[dict[str, Any]],
+    shown: Float[np.ndarray, "P G C"],
+    values: Float[np.ndarray, "P G Z T"],
+    masks: Bool[np.ndarray, "P G Z T"],
+    rl: RLConfig,
 ) -> list[dict[str, Any]]:
-    """Rollout rows, each sample with its advantage by channel."""
+    """Rollout rows, each sample with its advantage by channel, and by token as runs of characters."""
+    names = rl.reward.channels if values.shape[2] == len(rl.reward.channels) else ("all channels",)
     for p, row in enumerate(rows):
         for g, sample in enumerate(row["samples"]):
             named = zip(rl.reward.channels, shown[p, g].tolist(), strict=True)
             sample["advantages"] = dict(named)
+            offsets = sample.pop("offsets")
+            n = len(offsets)
+            sample["token_advantages"] = {
+                name: token_runs(values[p, g, z, :n], masks[p, g, z, :n], offsets)
+                for z, name in enumerate(names)
+            }
     return rows
-
-
-class Watch:
-    """Warnings that a curve would show too late.  whole: whether a response has all sections."""
-
-    def __init__(self, *, whole: bool = True) -> None:
-        self.clipped, self.whole = 0, whole
-
-    def __call__(self, rollout: Mapping[str, float], update: Mapping[str, Any], k: int) -> None:
-        gap = float(update["rollout/logp_gap_mean"])
-        if gap > GAP_ALARM:
-            log.warning(
-                "step %d: sampled and trained log-probabilities differ by %.3f on average (alarm "
-                "at %.2f): sampler and trainer do not compute the same distribution",
-                *(k, gap, GAP_ALARM),
-            )
-        if k == 1 and self.whole and rollout.get("reward/format", 1.0) < 0.5:
-            log.warning(
-                "step 1: only %.0f %% of the responses have the format (%s); start from a model "
-                "that was fine-tuned on it",
-                100 * rollout["reward/format"],
-                " ".join(f"<{tag}>" for tag in TAGS),
-            )
-        cut = rollout.get("rollout/clipped_ratio") == 1
-        self.clipped = self.clipped + 1 if cut else 0
-        if self.clipped == CLIPPED_STEPS:
-            log.warning(
-                "step %d: every response of the last %d steps was cut at max_tokens; raise it",
-                *(k, CLIPPED_STEPS),
-            )

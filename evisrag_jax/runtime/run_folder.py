@@ -1,7 +1,7 @@
 """The run folder: everything that is needed to repeat, resume and report a run, as plain files.
 
     config.json versions.json sharding.txt metrics.jsonl timeline.jsonl rollouts/step_%06d.jsonl
-    rejected.jsonl predictions.jsonl checkpoints/<step>/ tb/ summary.json report.html
+    rejected.jsonl alarms.jsonl predictions.jsonl checkpoints/<step>/ tb/ summary.json report.html
 
 Host code: never imports jax.
 """
@@ -99,6 +99,7 @@ class RunFolder:
         self.timeline = self.path / "timeline.jsonl"
         self.rollouts = self.path / "rollouts"
         self.rejected = self.path / "rejected.jsonl"
+        self.alarms = self.path / "alarms.jsonl"
         self.predictions = self.path / "predictions.jsonl"
         self.checkpoints = self.path / "checkpoints"
         self.tensorboard = self.path / "tb"
@@ -214,6 +215,10 @@ class RunFolder:
         """Note a record that was skipped: which, why (a short word such as "aspect"), details."""
         self.append(self.rejected, {"id": id, "reason": reason, **facts})
 
+    def add_alarm(self, row: Mapping[str, Any]) -> None:
+        """Append one row {step, name, message} to alarms.jsonl."""
+        self.append(self.alarms, row)
+
     def predict(self, row: Mapping[str, Any]) -> None:
         """Append one row to predictions.jsonl."""
         self.append(self.predictions, row)
@@ -252,14 +257,14 @@ class RunFolder:
         return self._truncate(self.metrics, step)
 
     def truncate(self, step: int) -> None:
-        """Forget everything after ``step``: metrics, timeline, rejected rows and rollouts,
+        """Forget everything after ``step``: metrics, timeline, rejected rows, alarms and rollouts,
         and what a kill left of files that were being written.
 
         Rows without a step (records rejected before the first one) stay.
         """
         if not self.writes:
             return
-        for path in (self.metrics, self.timeline, self.rejected):
+        for path in (self.metrics, self.timeline, self.rejected, self.alarms):
             self._truncate(path, step)
         for late in self.rollout_steps():
             if late > step:

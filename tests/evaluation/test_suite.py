@@ -124,6 +124,10 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path):
     assert summary == straight
     times = lines(tmp_path / "a" / "times.jsonl")
     assert sorted(row["id"] for row in times) == sorted(f"q{i}" for i in range(10))
+    for name in ("predictions.jsonl", "scores.jsonl"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+    again = Echo()
+    assert run(again, tmp_path / "a")["n_resumed"] == 10 and again.asked == []
 
 
 def test_costs_by_hand():
@@ -138,10 +142,6 @@ def test_costs_by_hand():
     assert got["cost/calls_median"] == 2 and got["cost/generated_p90"] == 28
     assert got["cost/latency_median"] == 2.0 and got["cost/latency_decode_p90"] == 1.0
     assert efficiency([{}], []) == {}
-    for name in ("predictions.jsonl", "scores.jsonl"):
-        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
-    again = Echo()
-    assert run(again, tmp_path / "a")["n_resumed"] == 10 and again.asked == []
 
 
 def test_predictions_of_another_set_or_method_are_refused(tmp_path):

@@ -11,7 +11,7 @@ from evisrag_jax.reporting.folder import RunFolder, read_folder
 from evisrag_jax.reporting.images import ImageStore
 from evisrag_jax.reporting.predictions import predictions_viewer, refuses, share_room, verdict
 from evisrag_jax.reporting.response import evidence_records, missing_tags, response_blocks
-from evisrag_jax.reporting.viewer import rollout_viewer, shade, spread
+from evisrag_jax.reporting.viewer import rollout_viewer, shade, spread, stretches
 from tests.reporting.fake_run import CHANNELS, make_predictions, make_rollout, tagged, write_jsonl
 
 
@@ -89,8 +89,12 @@ def test_a_group_shows_rewards_and_advantages_of_every_sample(tmp_path, store):
     [group] = viewer.groups
     assert viewer.shown == "1 of 1 recorded step" and group.step == 7 and group.columns == CHANNELS
     sums = [sum(s["rewards"].values()) for s in row["samples"]]
-    assert [s.best for s in group.samples].index(True) == int(np.argmax(sums))
-    for view, sample, total in zip(group.samples, row["samples"], sums, strict=True):
+    best, worst = int(np.argmax(sums)), int(np.argmin(sums))
+    order = [best, worst, *(i for i in range(len(sums)) if i not in (best, worst))]
+    assert [s.best for s in group.samples].index(True) == 0
+    assert [s.worst for s in group.samples].index(True) == 1
+    shown = [(row["samples"][i], sums[i]) for i in order]
+    for view, (sample, total) in zip(group.samples, shown, strict=True):
         assert view.total == format_number(total, 2)
         for cell, name in zip(view.cells, CHANNELS, strict=True):
             assert cell.reward == format_number(sample["rewards"][name], 2)
@@ -101,6 +105,17 @@ def test_a_group_shows_rewards_and_advantages_of_every_sample(tmp_path, store):
         (row["evidence"][1], True),
         ("", False),
     ]
+
+
+def test_advantages_over_the_tokens():
+    """Text between runs has none; runs that overlap, are malformed or reach beyond the text are left out."""
+    runs = [[0, 2, 1.5], [1, 3, 9], [3, 4, -0.6], "x", [4, 99, 1], [4, 5, None]]
+    got = [(part.text, part.advantage, part.shade) for part in stretches("abcdef", runs)]
+    assert got == [
+        *(("ab", format_signed(1.5), "adv-p3"), ("c", "", "")),
+        *(("d", format_signed(-0.6), "adv-n1"), ("ef", "", "")),
+    ]
+    assert stretches("ab", None)[0].text == "ab"
 
 
 def test_loose_rows_are_shown_as_far_as_they_go(tmp_path, store):
