@@ -19,7 +19,18 @@ import evisrag_jax
 from evisrag_jax.cli.config import HelpRequested
 
 # The order of the help text; commands that are not named here follow by name.
-ORDER = ("ask", "eval", "sft", "rl", "quickstart", "validate", "report", "convert", "doctor")
+ORDER = (
+    "ask",
+    "eval",
+    "construct",
+    "sft",
+    "rl",
+    "quickstart",
+    "validate",
+    "report",
+    "convert",
+    "doctor",
+)
 DEBUG = "EVISRAG_DEBUG"
 _FOLDER = Path(__file__).parent
 
