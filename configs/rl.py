@@ -1,7 +1,10 @@
 """Reinforcement learning. `rl.py:mini` runs on two CPU cores; `rl.py:paper` and `rl.py:code` hold the
-published settings of RS-GRPO for a 7B checkpoint, as the paper and as the released code have them.
+published settings of RS-GRPO for a 7B checkpoint, as the paper and as the released code have them. Every
+other recipe of `evisrag_jax.rl.recipes` (grpo, dapo, dr_grpo, gspo, papo, vppo, stepgrpo_r1vl, …) stands
+beside them under the same schedule, and as `rl.py:mini-RECIPE` at the mini model's scale.
 
     evisrag rl --config=configs/rl.py:mini --model mini-sft --data train.jsonl --out runs/rl
+    evisrag rl --config=configs/rl.py:mini-dapo --model mini-sft --data train.jsonl --out runs/dapo
     evisrag rl --config=configs/rl.py:paper --model sft-checkpoint --data train.jsonl --out runs/rl
 """
 
@@ -10,18 +13,22 @@ import dataclasses
 from ml_collections import ConfigDict
 
 from evisrag_jax.models.lora import LoraConfig
-from evisrag_jax.rewards.evisrag import RewardConfig
-from evisrag_jax.rl.config import RLConfig, preset
+from evisrag_jax.rl.config import RLConfig
+from evisrag_jax.rl.recipes import RECIPES, preset
 from evisrag_jax.training.optimiser import OptimConfig
 
 
 def get_config(arg: str = "mini") -> ConfigDict:
-    """The config of one argument: mini, paper, code or strict."""
+    """The config of one argument: mini (the paper's recipe), mini-RECIPE or RECIPE."""
     if arg == "mini":
-        return _mini()
-    if arg in ("paper", "code", "strict"):
+        return _mini("paper")
+    if arg in RECIPES:
         return _full(arg)
-    raise ValueError(f"rl.py:{arg} is unknown; mini, paper, code or strict")
+    if arg.startswith("mini-") and arg[5:] in RECIPES:
+        return _mini(arg[5:])
+    raise ValueError(
+        f"rl.py:{arg} is unknown; mini, or one of {', '.join(RECIPES)}, also as mini-…"
+    )
 
 
 def _run(rl: RLConfig, **fields) -> ConfigDict:
@@ -58,6 +65,7 @@ def _run(rl: RLConfig, **fields) -> ConfigDict:
             "max_skipped": 10,
             "preempt_seconds": 300.0,
             "rollout_rows": 4,
+            "interference_every": 0,
             "tensorboard": True,
             "export": True,
             "export_dtype": "bfloat16",
@@ -66,15 +74,20 @@ def _run(rl: RLConfig, **fields) -> ConfigDict:
     )
 
 
-def _mini() -> ConfigDict:
-    """The paper's objective at a scale where a response has 40 tokens."""
-    rl = preset(
-        "paper",
+def _mini(name: str) -> ConfigDict:
+    """A recipe at a scale where a response has 40 tokens: what the recipe says of lengths is scaled so
+    that no whole response (up to 60 tokens) is called long."""
+    rl = preset(name)
+    reward = dataclasses.replace(
+        rl.reward, overlong_max=64, overlong_buffer=4, overlong_min=0 if name != "code" else 8
+    )
+    rl = dataclasses.replace(
+        rl,
         prompts=16,
         group=8,
         temperature=1.0,
         max_tokens=64,
-        reward=RewardConfig(mode="paper"),
+        reward=reward,
         optim=OptimConfig(learning_rate=2e-4, warmup_steps=2, weight_decay=0.0, b2=0.98),
     )
     config = _run(

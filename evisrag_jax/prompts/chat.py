@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -145,6 +145,24 @@ def build_prompt(
         sha256=hashlib.sha256(array.astype("<i4").tobytes()).hexdigest(),
         pad_id=special.endoftext,
         name=name,
+    )
+
+
+def extend_prompt(prompt: Prompt, ids: Sequence[int] | np.ndarray) -> Prompt:
+    """The prompt with the opening of the response: plain text tokens behind it, on all axes in line."""
+    new = np.asarray(ids, np.int32)
+    array = _frozen(np.concatenate([prompt.ids, new]))
+    places = np.broadcast_to(
+        prompt.next_position + np.arange(len(new), dtype=np.int32), (3, len(new))
+    )
+    return replace(
+        prompt,
+        ids=array,
+        positions=_frozen(np.concatenate([prompt.positions, places], axis=1)),
+        next_position=prompt.next_position + len(new),
+        image_slot=_frozen(np.concatenate([prompt.image_slot, np.full(len(new), -1, np.int32)])),
+        image_token=_frozen(np.concatenate([prompt.image_token, np.zeros(len(new), np.int32)])),
+        sha256=hashlib.sha256(array.astype("<i4").tobytes()).hexdigest(),
     )
 
 

@@ -5,6 +5,8 @@
     paper    perception derivation format                               EVisRAG eq. 11, 12, 13
     strict   the same three, judged as a reader would                   this project
 
+and, as `kind="r1vl"` in any of the modes, StepGRPO's correct, steps and validity (`rewards.steps`).
+
 A response has the tagged form
 
     <observe>..</observe> <evidence> [1]: .. [2]: no relevant information </evidence>
@@ -14,18 +16,20 @@ A response has the tagged form
 sum from six records on, 3x weights of two channels); see each function.
 """
 
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from evisrag_jax.prompts.sections import NO_EVIDENCE, TAGS, evidence_records
 from evisrag_jax.rewards import text as matching
-from evisrag_jax.rewards.gold import TAG_LITERALS, GoldError, check_gold
+from evisrag_jax.rewards.gold import GoldError, check_gold
+from evisrag_jax.rewards.steps import KEY_STEP_WEIGHT, exact_answer, key_steps
 
 CODE_CHANNELS = ("accuracy", "evidence", "format", "overlong", "isObserve", "isThink")
 PAPER_CHANNELS = ("perception", "derivation", "format")
+STEP_CHANNELS = ("correct", "steps", "validity")
 
-_LAYOUT = re.compile(r"\s*".join(f"<{tag}>.*?</{tag}>" for tag in TAGS), re.DOTALL)
 _MARK = re.compile(r"\[([0-9]{1,6})\]:")
 _RELEASED_RECORDS = 6  # the release reads records 1..6 and divides only if one of them is missing
 _CODE_WEIGHT = 3.0  # factor of the accuracy and evidence channels
@@ -43,6 +47,11 @@ class RewardConfig:
     strip           outer white space is allowed by the format; None = by mode (strict only)
     answer_block    which of several answer blocks counts: "first", "last", or "single" (a response
                     with several scores 0); None = by mode (strict: single, else first)
+    kind            "evisrag" or "r1vl"
+    sections        tags, in order, that the format demands; ("think", "answer") without perception
+    length_penalty  paper, strict: a further channel "overlong" (DAPO's soft penalty with overlong_min 0)
+    unpaid          channels that are measured and logged, but count neither in an advantage nor in the
+                    group filter
     """
 
     mode: str = "paper"
@@ -53,6 +62,10 @@ class RewardConfig:
     max_records: int | None = None
     strip: bool | None = None
     answer_block: str | None = None
+    kind: str = "evisrag"
+    sections: tuple[str, ...] = TAGS
+    length_penalty: bool = False
+    unpaid: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         matching.check_mode(self.mode)
@@ -69,11 +82,34 @@ class RewardConfig:
             raise ValueError(f"max_records={self.max_records}; at least 1, or None for all")
         if self.answer_block not in (None, "first", "last", "single"):
             raise ValueError(f"answer_block={self.answer_block!r}; first, last, single or None")
+        if self.kind not in ("evisrag", "r1vl"):
+            raise ValueError(f"kind={self.kind!r}; evisrag or r1vl")
+        ordered = tuple(tag for tag in TAGS if tag in self.sections)
+        if self.sections != ordered or "answer" not in ordered:
+            raise ValueError(f"sections={self.sections!r}; of {TAGS}, in order, with answer")
+        if self.length_penalty and (self.mode == "code" or self.kind == "r1vl"):
+            raise ValueError(
+                "length_penalty: mode code has an overlong channel, kind r1vl has none"
+            )
+        unknown = set(self.unpaid) - set(self.channels)
+        if unknown or not self.paid:
+            raise ValueError(
+                f"unpaid={self.unpaid!r}; some, and not all, of {', '.join(self.channels)}"
+            )
 
     @property
     def channels(self) -> tuple[str, ...]:
         """Channel names in array order."""
-        return CODE_CHANNELS if self.mode == "code" else PAPER_CHANNELS
+        if self.kind == "r1vl":
+            return STEP_CHANNELS
+        if self.mode == "code":
+            return CODE_CHANNELS
+        return PAPER_CHANNELS + (("overlong",) if self.length_penalty else ())
+
+    @property
+    def paid(self) -> tuple[str, ...]:
+        """The channels that count."""
+        return tuple(name for name in self.channels if name not in self.unpaid)
 
     @property
     def strips(self) -> bool:
@@ -108,16 +144,24 @@ def score_response(
         scores = [score_response(response, one, length, config) for one in gold]
         return {name: max(score[name] for score in scores) for name in config.channels}
     check_gold(gold)
-    if config.mode != "code":
+    layout = format_score(response, strip=config.strips, sections=config.sections)
+    if config.kind == "r1vl":
         return {
+            "correct": exact_answer(response, gold, config.mode, config.answers_from),
+            "steps": KEY_STEP_WEIGHT * key_steps(response, gold, config.mode),
+            "validity": layout,
+        }
+    if config.mode != "code":
+        scores = {
             "perception": perception(response, gold, config),
             "derivation": accuracy(response, gold, config),
-            "format": format_score(response, strip=config.strips),
+            "format": layout,
         }
+        return scores | ({"overlong": overlong(length, config)} if config.length_penalty else {})
     return {
         "accuracy": _CODE_WEIGHT * accuracy(response, gold, config),
         "evidence": _CODE_WEIGHT * released_evidence(response, gold, config),
-        "format": format_score(response, strip=config.strips),
+        "format": layout,
         "overlong": overlong(length, config),
         "isObserve": observe_penalty(response),
         "isThink": think_penalty(response),
@@ -226,14 +270,19 @@ def _marked_record(evidence: str, index: int) -> str | None:
     return None if len(pieces) == 1 else pieces[1].split(f"[{index + 1}]")[0].strip()
 
 
-def format_score(response: str, *, strip: bool = False) -> float:
-    """1.0 when the response is the four sections in order, each tag exactly once (eq. 13).
+def format_score(response: str, *, strip: bool = False, sections: Sequence[str] = TAGS) -> float:
+    """1.0 when the response is the sections in order, each of their tags exactly once (eq. 13).
 
     White space is allowed between sections; around the response only with `strip`.
     """
     text = response.strip() if strip else response
-    once = all(text.count(literal) == 1 for literal in TAG_LITERALS)
-    return float(once and _LAYOUT.fullmatch(text) is not None)
+    once = all(text.count(f"<{slash}{tag}>") == 1 for tag in sections for slash in ("", "/"))
+    return float(once and _layout(tuple(sections)).fullmatch(text) is not None)
+
+
+@functools.cache
+def _layout(sections: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile(r"\s*".join(f"<{tag}>.*?</{tag}>" for tag in sections), re.DOTALL)
 
 
 def overlong(length: int, config: RewardConfig) -> float:

@@ -2,10 +2,11 @@
 
     estimator   input       normalised per                  result        source
     code        [P, G, C]   group and channel               [P, G, C]     the released code
-    paper       [P, G, 3]   group and scope (or index)      [P, G, T]     EVisRAG eq. 7-9
+    paper       [P, G, C]   group and scope (or index)      [P, G, T]     EVisRAG eq. 7-9
     grpo, rloo  [P, G, C]   group, after summing channels   [P, G]        plain GRPO, leave-one-out
 
-All in float32, standard deviation with n - 1, divided by (std + 1e-6). `valid` marks the responses
+All in float32, standard deviation with n - 1, divided by (std + 1e-6), or by nothing with `scale`
+off (Dr.GRPO). `valid` marks the responses
 that exist (a padded row has none). A group without spread, or with fewer than two responses, gets
 exact zeros, never NaN. Grouping is by id (`group_by_id`), never by position.
 """
@@ -17,6 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from evisrag_jax.rewards.evisrag import PAPER_CHANNELS
+
 EPSILON = 1e-6
 
 
@@ -27,6 +30,7 @@ def zscore(
     axis: int,
     eps: float = EPSILON,
     exact_zero: bool = True,
+    scale: bool = True,
 ) -> Float[Array, "*B"]:
     """(value - mean) / (std + eps) over the valid entries of an axis; 0 elsewhere.
 
@@ -35,6 +39,7 @@ def zscore(
       axis: the group axis.
       exact_zero: give exactly 0 where all valid entries are equal. Without it a rounded float32
         mean leaves up to about 0.3 there (seven times 6.8), as in the released code.
+      scale: off leaves the deviation undivided.
     """
     values = values.astype(jnp.float32)
     count = jnp.sum(valid, axis, keepdims=True)
@@ -46,7 +51,8 @@ def zscore(
         high = jnp.max(values, axis, where=valid, initial=-jnp.inf, keepdims=True)
         low = jnp.min(values, axis, where=valid, initial=jnp.inf, keepdims=True)
         has_signal &= high > low
-    return jnp.where(has_signal, centred / (jnp.sqrt(variance) + eps), 0.0)
+    spread = jnp.sqrt(variance) + eps if scale else 1.0
+    return jnp.where(has_signal, centred / spread, 0.0)
 
 
 def code_advantages(
@@ -55,10 +61,11 @@ def code_advantages(
     *,
     eps: float = EPSILON,
     exact_zero: bool = True,
+    scale: bool = True,
 ) -> Float[Array, "P G C"]:
     """Every channel normalised on its own within its group (released estimator "router")."""
     shown = jnp.broadcast_to(valid[..., None], rewards.shape)
-    return zscore(rewards, shown, axis=1, eps=eps, exact_zero=exact_zero)
+    return zscore(rewards, shown, axis=1, eps=eps, exact_zero=exact_zero, scale=scale)
 
 
 def grpo_advantages(
@@ -67,9 +74,11 @@ def grpo_advantages(
     *,
     eps: float = EPSILON,
     exact_zero: bool = True,
+    scale: bool = True,
 ) -> Float[Array, "P G"]:
     """Plain GRPO: the channels summed, then one z-score a group."""
-    return zscore(jnp.sum(rewards, -1), valid, axis=1, eps=eps, exact_zero=exact_zero)
+    total = jnp.sum(rewards, -1)
+    return zscore(total, valid, axis=1, eps=eps, exact_zero=exact_zero, scale=scale)
 
 
 def rloo_advantages(
@@ -83,31 +92,37 @@ def rloo_advantages(
 
 
 def paper_advantages(
-    rewards: Float[Array, "P G 3"],
-    masks: Bool[Array, "P G 3 T"],
+    rewards: Float[Array, "P G C"],
+    masks: Bool[Array, "P G C T"],
     valid: Bool[Array, "P G"],
     *,
+    channels: Sequence[str] = PAPER_CHANNELS,
+    paid: Sequence[str] | None = None,
     align: str = "scope",
+    scoped: bool = True,
     eps: float = EPSILON,
     exact_zero: bool = True,
+    scale: bool = True,
 ) -> Float[Array, "P G T"]:
     """Token advantages from the mean of the channels in scope (EVisRAG eq. 7-9).
 
     A token's channels, by the section it stands in (masks of `scopes.scope_masks`, mode "paper"):
 
-        section            perception   derivation   format
-        observe, evidence      x                        x
-        think, answer                       x           x
-        none                                            x
+        section            perception   derivation   format and others
+        observe, evidence      x                            x
+        think, answer                       x               x
+        none                                                x
 
     A token that straddles two sections counts for the later one.
 
     Args:
-      rewards: perception, derivation, format.
-      masks: tokens of the three channels; format covers the response.
+      rewards: of `channels`, perception and derivation among them.
+      masks: tokens of the channels; format covers the response.
+      paid: the channels that count; None for all. A scope none of whose channels counts gets 0.
       align: "scope": each response has one mean reward a scope, normalised over the responses that
         have the scope, and given to all its tokens. "index": eq. 9 to the letter: at token index t
         over the responses that have a token t.
+      scoped: off gives every token all channels.
 
     Returns zeros outside the responses, in groups without spread, and where fewer than two
     responses take part.
@@ -115,24 +130,30 @@ def paper_advantages(
     if align not in ("scope", "index"):
         raise ValueError(f"align={align!r}; scope or index")
     rewards = rewards.astype(jnp.float32)
-    seen, derived, response = masks[:, :, 0], masks[:, :, 1], masks[:, :, 2]
-    response &= valid[..., None]
-    derived &= response
-    seen &= response & ~derived
-    scopes = jnp.stack([seen, derived, response & ~seen & ~derived], axis=2)  # [P, G, S, T]
-    means = jnp.stack(  # [P, G, S]: mean of the channels of each scope
+    row = {name: i for i, name in enumerate(channels)}
+    response = masks[:, :, row["format"]] & valid[..., None]
+    if scoped:
+        derived = masks[:, :, row["derivation"]] & response
+        seen = masks[:, :, row["perception"]] & response & ~derived
+        scopes = jnp.stack([seen, derived, response & ~seen & ~derived], axis=2)  # [P, G, S, T]
+        left_out = ({"derivation"}, {"perception"}, {"perception", "derivation"})
+    else:
+        scopes, left_out = response[:, :, None], ({},)
+    counts = np.array(
         [
-            0.5 * (rewards[..., 0] + rewards[..., 2]),
-            0.5 * (rewards[..., 1] + rewards[..., 2]),
-            rewards[..., 2],
+            [name not in out and (paid is None or name in paid) for name in channels]
+            for out in left_out
         ],
-        axis=-1,
+        np.float32,
     )
+    share = counts / np.maximum(counts.sum(1, keepdims=True), 1)  # [S, C]
+    means = jnp.einsum("PGC,SC->PGS", rewards, share, precision="highest")
+    options = {"axis": 1, "eps": eps, "exact_zero": exact_zero, "scale": scale}
     if align == "scope":
-        value = zscore(means, jnp.any(scopes, -1), axis=1, eps=eps, exact_zero=exact_zero)
+        value = zscore(means, jnp.any(scopes, -1), **options)
         return jnp.sum(value[..., None] * scopes, axis=2)
     value = jnp.sum(means[..., None] * scopes, axis=2)  # [P, G, T]
-    return zscore(value, response, axis=1, eps=eps, exact_zero=exact_zero)
+    return zscore(value, response, **options)
 
 
 def to_tokens(

@@ -1,13 +1,17 @@
-"""Which groups are worth a training step: by the level of their reward, by its spread, or by both.
+"""Which groups are worth a training step, and how a batch is filled with them (dynamic sampling).
 
     rule        keeps a group when                                         source
-    mean_band   low < mean of the overall reward < high (both strict)      released code
+    none        always
+    mean_band   low < mean of the reward < high (both strict)              released code, DAPO
     variance    some channel differs between the group's responses         a group without it has
                                                                            only zero advantages
-    both        both hold                                                  default
+    both        both hold
 
 The band alone keeps constant groups whose level lies inside it; the variance rule alone keeps
 groups at any level, however rarely they are right.
+
+    carried from the last step ─┐
+    round 1, 2, … of rollouts ──┴─► kept groups: the first P train, the surplus is carried on
 """
 
 from dataclasses import dataclass
@@ -15,27 +19,51 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Bool, Float
 
-RULES = ("mean_band", "variance", "both")
+RULES = ("none", "mean_band", "variance", "both")
+SURPLUS = ("carry", "discard")
+MAX_TRIES = 1000  # a step's rollouts are numbered below this in their random keys
 
 
 @dataclass(frozen=True)
 class FilterConfig:
-    """rule: one of `RULES`; low, high: the open band of the mean overall reward (released: 0.01
-    and 6.9 of at most 7); min_spread: smallest max - min of a channel that counts as a difference.
+    """rule: one of `RULES`.  metric: whose mean the band is about, "overall" (the sum of the paid channels;
+    released) or a channel (DAPO: the answer's).  low, high: the open band (released: 0.01 and 6.9 of at
+    most 7; DAPO: 0.01 and 0.99 of at most 1).  min_spread: smallest max - min of a channel that counts as
+    a difference.  tries: rollouts of P prompts at most until P groups are kept.  surplus: groups kept
+    beyond P "carry" over to the next step, as answers of an earlier policy, or are "discard"ed (released).
+    train_on_partial: after the last try the step trains on what it has, in a batch with empty rows; off,
+    it ends with a `ShortBatch`.
     """
 
-    rule: str = "both"
+    rule: str = "none"
+    metric: str = "overall"
     low: float = 0.01
     high: float = 6.9
     min_spread: float = 1e-6
+    tries: int = 20
+    surplus: str = "carry"
+    train_on_partial: bool = False
 
     def __post_init__(self) -> None:
         if self.rule not in RULES:
             raise ValueError(f"rule={self.rule!r}; one of {', '.join(RULES)}")
+        if self.surplus not in SURPLUS:
+            raise ValueError(f"surplus={self.surplus!r}; one of {', '.join(SURPLUS)}")
         if not self.low < self.high:
             raise ValueError(f"an empty band: low={self.low}, high={self.high}")
         if self.min_spread < 0:
             raise ValueError(f"min_spread={self.min_spread}; not negative")
+        if not 1 <= self.tries <= MAX_TRIES:
+            raise ValueError(f"tries={self.tries} must lie in 1..{MAX_TRIES}")
+
+    @property
+    def active(self) -> bool:
+        """Whether any group can be dropped."""
+        return self.rule != "none"
+
+
+class ShortBatch(RuntimeError):
+    """Dynamic sampling used up its tries; the message has the keep rate and what groups were like."""
 
 
 @dataclass(frozen=True)
@@ -63,28 +91,33 @@ class FilterResult:
 
 
 def filter_groups(
-    rewards: Float[np.ndarray, "P G C"], valid: Bool[np.ndarray, "P G"], config: FilterConfig
+    rewards: Float[np.ndarray, "P G C"],
+    valid: Bool[np.ndarray, "P G"],
+    config: FilterConfig,
+    channel: int | None = None,
 ) -> FilterResult:
     """Judge every group of a batch; keeping none of them is a result, not an error.
 
     Args:
-      rewards: channel values; their sum over C is the overall reward.
+      rewards: values of the channels that count; their sum over C is the overall reward.
+      channel: the one that the band is about; None for the overall reward.
       valid: the responses that exist. A group without any is dropped as "constant".
     """
     shown = valid[..., None]
     count = np.maximum(valid.sum(1), 1)
-    mean = np.where(valid, rewards.sum(-1, dtype=np.float64), 0.0).sum(1) / count
+    level = rewards.sum(-1, dtype=np.float64) if channel is None else rewards[..., channel]
+    mean = np.where(valid, level, 0.0).sum(1) / count
     high = np.where(shown, rewards, -np.inf).max(1, initial=-np.inf)
     low = np.where(shown, rewards, np.inf).min(1, initial=np.inf)
     spread = np.where(valid.any(1), (high - low).max(-1, initial=-np.inf), 0.0).astype(np.float64)
     reasons = []
     for level, width in zip(mean.tolist(), spread.tolist(), strict=True):
         reason = ""
-        if config.rule != "mean_band" and not width > config.min_spread:
+        if config.rule in ("variance", "both") and not width > config.min_spread:
             reason = "constant"
-        elif config.rule != "variance" and not level > config.low:
+        elif config.rule in ("mean_band", "both") and not level > config.low:
             reason = "low"
-        elif config.rule != "variance" and not level < config.high:
+        elif config.rule in ("mean_band", "both") and not level < config.high:
             reason = "high"
         reasons.append(reason)
     keep = np.asarray([reason == "" for reason in reasons], bool)

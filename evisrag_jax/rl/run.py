@@ -27,8 +27,8 @@ from evisrag_jax.prompts.tokenizer import encode_plain
 from evisrag_jax.rewards.gold import GoldError, gold_text
 from evisrag_jax.rl.collect import Collector
 from evisrag_jax.rl.config import RLConfigError, RLRunConfig
+from evisrag_jax.rl.passes import UpdateConfig, hold_reference
 from evisrag_jax.rl.trainer import fit_rl
-from evisrag_jax.rl.update import UpdateConfig
 from evisrag_jax.rollout.buckets import Bucket as RolloutBucket
 from evisrag_jax.rollout.buckets import BucketTable
 from evisrag_jax.rollout.engine import Engine
@@ -86,6 +86,10 @@ class RLRun:
         with _setting("mesh"):
             self.mesh = meshes.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
             check_divides(config.rl.prompts // config.rl.updates, self.mesh, config.rl.micro)
+            if config.rl.records % jax.process_count():
+                raise ValueError(
+                    f"{config.rl.records} records a rollout do not divide over {jax.process_count()} processes"
+                )
         with _setting("data.template"):
             self.template = load_template(config.data.template)
         with _setting("data.budget"):
@@ -101,18 +105,23 @@ class RLRun:
         compute = parse_dtype(compute, field="model.compute_dtype").name
         self.cache = PageCache(config.data.cache_mb * 2**20)
         self.records = self._read(resumed)
-        rounds = int(config.epochs * len(self.records)) // config.rl.prompts
+        rounds = int(config.epochs * len(self.records)) // config.rl.records
         self.steps = config.steps or max(1, rounds)
         optim = for_run(config.rl.optim, self.steps * config.rl.updates)
         optim = for_adapters(optim, config.lora)
         self.rl = dataclasses.replace(config.rl, optim=optim)
-        self.settings = UpdateConfig(self.rl, compute, config.remat, config.chunk, config.lora)
+        self.settings = UpdateConfig(
+            self.rl, compute, config.remat, config.chunk, config.lora, self.pretrained.layout
+        )
         params = self.pretrained.params
         if config.lora.rank:
             params = add_adapters(params, self.model, config.lora, self.mesh, seed=config.seed)
         state = init_state(params, optim, make_optimiser(optim))
         places = state_shardings(self.model, self.mesh, state)
         self.state = place(state, places)
+        self.reference = None
+        if self.rl.loss.kl_coef:  # before the optimiser or a checkpoint moves anything
+            self.reference = hold_reference(self.state, places, self.settings)
         announce(folder, self.model, self.mesh, state, places)
         with _setting("rollout_tensor"):
             self.layout = SamplingLayout(self.model, self.mesh, config.rollout_tensor)
@@ -184,7 +193,7 @@ class RLRun:
     def stream(self) -> RecordStream:
         """Endless shuffled lists of this process's prepared records, P over all processes."""
         data, count = self.config.data, jax.process_count()
-        own = self.rl.prompts // count
+        own = self.rl.records // count
         return RecordStream(
             self.records,
             partial(
@@ -202,7 +211,7 @@ class RLRun:
             ),
             own,
             seed=self.config.seed,
-            lanes=self.rl.prompts,
+            lanes=self.rl.records,
             process_index=jax.process_index(),
             process_count=count,
             gather=processes.gather,
@@ -244,7 +253,9 @@ class RLRun:
                 steps=self.steps,
                 checkpoints=checkpoints,
                 layout=self.layout,
-                data=stream,
+                data=collect,
+                reference=self.reference,
+                interference_every=config.interference_every,
                 validate=validate,
                 counters=self.counters,
                 rollouts_every=config.rollouts_every,

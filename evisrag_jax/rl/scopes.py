@@ -53,6 +53,7 @@ def scope_masks(
     mode: str = "paper",
     match: str = "char_offsets",
     tag_ids: Mapping[str, Sequence[int]] | None = None,
+    names: Sequence[str] | None = None,
 ) -> tuple[Bool[np.ndarray, "C T"], dict[str, bool]]:
     """Tokens of each channel in one response.
 
@@ -65,6 +66,8 @@ def scope_masks(
       match: "char_offsets" or "token_ids".
       tag_ids: for token_ids, the ids of "<observe>", "<evidence>", "<think>", "<answer>", each
         encoded alone (`encode_tags`).
+      names: channels of the rows in mode "paper"; one that is neither perception nor derivation has the
+        whole response. None for the mode's own.
 
     Returns the masks and, by tag, whether it was found.
     """
@@ -72,6 +75,7 @@ def scope_masks(
         raise ValueError(f"mode={mode!r}, match={match!r}; one of {MODES} and one of {MATCHES}")
     if not 0 <= length <= len(ids) or len(offsets) < length:
         raise ValueError(f"length={length}, but {len(ids)} ids and {len(offsets)} offsets")
+    names = channels(mode) if names is None else names
     total, response = len(ids), np.arange(len(ids)) < length
     if match == "token_ids":
         if tag_ids is None:
@@ -79,16 +83,18 @@ def scope_masks(
         places = {tag: find_ids(ids, tag_ids[f"<{tag}>"]) for tag in TAGS}
         found = {tag: place >= 0 for tag, place in places.items()}
         places = {tag: place for tag, place in places.items() if place >= 0}
-        rows = _code_by_ids(places, total) if mode == "code" else _paper_by_ids(places, total)
+        rows = (
+            _code_by_ids(places, total) if mode == "code" else _paper_by_ids(places, total, names)
+        )
     else:
         sections = parse_sections(text)
         found = {tag: tag in sections for tag in TAGS}
-        rows = np.zeros((len(channels(mode)), total), bool)
-        for row, channel in zip(rows, channels(mode), strict=True):
+        rows = np.zeros((len(names), total), bool)
+        for row, channel in zip(rows, names, strict=True):
             if mode == "code":
                 edges = (sections[t].start if t in sections else None for t in _CODE_SPANS[channel])
                 row[:length] = token_range(offsets[:length], *edges)
-            elif channel == "format":
+            elif channel not in _PAPER_SECTIONS:
                 row[:length] = True
             else:
                 for tag in _PAPER_SECTIONS[channel]:
@@ -124,13 +130,17 @@ def _code_by_ids(places: Mapping[str, int], total: int) -> Bool[np.ndarray, "C T
     )
 
 
-def _paper_by_ids(places: Mapping[str, int], total: int) -> Bool[np.ndarray, "C T"]:
+def _paper_by_ids(
+    places: Mapping[str, int], total: int, names: Sequence[str]
+) -> Bool[np.ndarray, "C T"]:
     """A section runs from its tag to the next found tag, the last one to the end of the row."""
-    index, rows = np.arange(total), np.zeros((len(PAPER_CHANNELS), total), bool)
-    rows[-1] = True
+    index, rows = np.arange(total), np.zeros((len(names), total), bool)
     edges = sorted(places.values())
-    for row, tags in zip(rows, _PAPER_SECTIONS.values(), strict=False):
-        for start in (places[tag] for tag in tags if tag in places):
+    for row, name in zip(rows, names, strict=True):
+        if name not in _PAPER_SECTIONS:
+            row[:] = True
+            continue
+        for start in (places[tag] for tag in _PAPER_SECTIONS[name] if tag in places):
             end = min((edge for edge in edges if edge > start), default=total)
             row |= (index >= start) & (index < end)
     return rows

@@ -29,7 +29,8 @@ FINISHES = ("stop", "length", "error")
 @dataclass
 class Judged:
     """A prompt with its completions, their channel values, scope masks, and which tags were found (none
-    are known of a group that another process sampled).  position: in the stream's line."""
+    are known of a group that another process sampled).  position: in the stream's line.  step: of
+    `rl.steps`, whose own channel alone is paid, or ""."""
 
     item: Prepared
     completions: list[Completion]
@@ -37,6 +38,7 @@ class Judged:
     masks: Bool[np.ndarray, "G C T"]
     found: list[dict[str, bool]]
     position: int = 0
+    step: str = ""
 
     @property
     def valid(self) -> list[bool]:

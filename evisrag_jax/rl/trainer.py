@@ -23,11 +23,16 @@ from evisrag_jax.models.qwen25vl.config import Qwen25VLConfig
 from evisrag_jax.prompts.sections import TAGS
 from evisrag_jax.rl.collect import Collected
 from evisrag_jax.rl.config import RLConfig
-from evisrag_jax.rl.update import (
-    RLBatch,
+from evisrag_jax.rl.interference import compile_interference
+from evisrag_jax.rl.passes import (
     UpdateConfig,
+    compile_masked_log_probs,
     compile_old_log_probs,
     compile_params,
+    compile_reference_log_probs,
+)
+from evisrag_jax.rl.update import (
+    RLBatch,
     compile_update,
     token_advantages,
     trained_mask,
@@ -40,7 +45,7 @@ from evisrag_jax.runtime.watchdog import beat
 from evisrag_jax.training.batching import put_batch
 from evisrag_jax.training.layout import SamplingLayout
 from evisrag_jax.training.loop import FitResult, fit
-from evisrag_jax.training.state import TrainState, state_shardings
+from evisrag_jax.training.state import Flat, TrainState, state_shardings
 
 Collect = Callable[[Any, int], Collected]
 
@@ -65,6 +70,8 @@ def fit_rl(
     validate: Callable[[Any, int], Mapping[str, Any]] | None = None,
     rollouts_every: int = 1,
     rollout_rows: int = 4,
+    reference: Flat | None = None,
+    interference_every: int = 0,
     **loop: Any,
 ) -> FitResult:
     """Trains `state` to `steps` rollouts.
@@ -77,12 +84,20 @@ def fit_rl(
         validate: (nested parameters, k) → metrics; its parameters are as those of `collect`.
         rollouts_every, rollout_rows: rollouts/ gets so many prompts of the first, of every so many-th
             and of the last step.
+        reference: see `passes.hold_reference`; needed with `loss.kl_coef`.
+        interference_every: steps between two measurements of `rl.interference`, the first step's
+            included; 0 for none.
         loop: further arguments of `training.loop.fit`.
     """
     rl = settings.rl
     shardings = state_shardings(model, mesh, state)
     update = compile_update(model, settings, mesh, shardings)
     old_log_probs = compile_old_log_probs(model, settings, mesh, shardings)
+    masked_log_probs = compile_masked_log_probs(model, settings, mesh, shardings)
+    reference_log_probs = compile_reference_log_probs(model, settings, mesh, shardings)
+    interference = compile_interference(model, settings, mesh, shardings)
+    if rl.loss.kl_coef and reference is None:
+        raise ValueError(f"loss.kl_coef={rl.loss.kl_coef} needs a reference")
     sampler = compile_params(settings, shardings, layout)
     advantages = jax.jit(
         partial(logged_advantages, rl=rl),
@@ -103,10 +118,23 @@ def fit_rl(
         beat(f"step {k}: update")
         with timeline.phase("prepare"):
             batch = put_batch(host_batch(got), mesh)
-        if rl.updates > 1:
+        if rl.needs_old:
             with timeline.phase("old_log_probs"):
                 old = old_log_probs(state.trainable, state.frozen, batch.groups)
                 batch = batch._replace(old=jax.block_until_ready(old))
+        if rl.loss.kl_coef:
+            with timeline.phase("reference"):
+                ref = reference_log_probs(reference, state.frozen, batch.groups)
+                batch = batch._replace(ref=jax.block_until_ready(ref))
+        if rl.masked.active and not rl.masked.gradient:
+            with timeline.phase("masked"):
+                rows = (batch.groups, batch.pages, batch.salts)
+                hidden = masked_log_probs(state.trainable, state.frozen, rows)
+                batch = batch._replace(masked=jax.block_until_ready(hidden))
+        angle = {}
+        if interference_every and (k == 1 or k % interference_every == 0):
+            with timeline.phase("interference"):
+                angle = jax.device_get(interference(state, batch))
         writes = k in (1, steps) or k % rollouts_every == 0
         shown = advantages(batch) if writes else None
         with timeline.phase("update"):
@@ -120,7 +148,7 @@ def fit_rl(
                     run.write_rollouts(k, named[:rollout_rows])
             metrics = over_updates(jax.device_get(rows))
         watch(got.metrics, metrics, k)
-        return state, got.metrics | metrics | timeline.finish()
+        return state, got.metrics | metrics | angle | timeline.finish()
 
     def check(state: TrainState, k: int) -> Mapping[str, Any]:
         return validate(sampler(state), k)
@@ -140,8 +168,8 @@ def fit_rl(
 
 def host_batch(got: Collected) -> RLBatch:
     """The arrays of one rollout, still in the host's memory."""
-    arrays = (got.rewards, got.masks, got.valid, got.trained)
-    return RLBatch(got.groups, got.sampled, None, *arrays)
+    arrays = (got.rewards, got.masks, got.valid, got.trained, got.stale)
+    return RLBatch(got.groups, got.sampled, None, *arrays, pages=got.pages, salts=got.salts)
 
 
 def parts(batch: RLBatch, updates: int, mesh: Mesh) -> list[RLBatch]:

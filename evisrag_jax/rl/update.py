@@ -1,15 +1,14 @@
 """The RL update on the device: advantages from rewards, and one optimiser step of the policy loss.
 
-    rewards [P, G, C], masks [P, G, C, T] ─advantages─► adv, mask [P, G, C', T]   C' = 1 but for "code"
+    rewards [P, G, C], masks [P, G, C, T] ─advantages─► adv, mask [P, G, Z, T]   Z = 1 but for "code"
     RLBatch ─rl_update: score_responses, policy loss, accumulate, optimiser─► state, metrics
 
 Sums are divided once, by weights known from the masks before the first backward pass, so slices and
-devices never change a gradient (`rl.losses`).
+devices never change a gradient (`rl.combine`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,54 +16,44 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, UInt32
 
-from evisrag_jax.models.lora import LoraConfig, merged_shardings
 from evisrag_jax.models.qwen25vl.config import Qwen25VLConfig
+from evisrag_jax.pages.patches import ImageArrays
 from evisrag_jax.rl import advantages as adv
-from evisrag_jax.rl import losses
+from evisrag_jax.rl import combine, losses
 from evisrag_jax.rl.config import RLConfig
+from evisrag_jax.rl.kl import kl_penalty
+from evisrag_jax.rl.masked import dependency, focus
+from evisrag_jax.rl.passes import UpdateConfig, blackened, score
 from evisrag_jax.runtime import mesh as meshes
 from evisrag_jax.training.accumulate import accumulate, slice_size
-from evisrag_jax.training.forward import (
-    GroupBatch,
-    TokenScores,
-    response_mask,
-    score_responses,
-)
-from evisrag_jax.training.layout import SamplingLayout
+from evisrag_jax.training.forward import GroupBatch, TokenScores, response_mask
 from evisrag_jax.training.optimiser import (
     gradient_norms,
     learning_rate,
     make_optimiser,
     skipped_updates,
 )
-from evisrag_jax.training.state import Flat, TrainState, forward_params, full_params, merged_params
-
-
-@dataclass(frozen=True)
-class UpdateConfig:
-    """Static settings of an update beside the objective: dtype of products, what the backward pass
-    computes again (`models.remat`), response positions whose logits are held at once, and adapters."""
-
-    rl: RLConfig
-    compute: str = "float32"
-    remat: str = "full"
-    chunk: int = 2048
-    lora: LoraConfig = LoraConfig()
+from evisrag_jax.training.state import Flat, TrainState
 
 
 class RLBatch(NamedTuple):
     """What one update reads.
 
     groups   prompts, pages and sampled ids
-    sampled  the engine's own log-probs of them, for the sampler/trainer gap only
+    sampled  the engine's own log-probs of them: the gap to the trainer, its correction, and the policy
+             that `stale` rows came from
     old      log-probs under the policy before the first of several updates; None when there is
              one update a rollout, whose ratio is 1 by construction
     rewards  channel values
     masks    tokens of each channel (`rl.scopes`)
     valid    responses that exist: a group's baseline is taken over them
     trained  those of them whose tokens are in the loss
+    stale    prompts that an earlier policy answered (surplus of dynamic sampling)
+    ref      log-probs under the reference
+    masked   log-probs behind blackened pages, where they have no gradient
+    pages    what is blackened, where `groups` hold features;  salts  of the draw, a number a prompt
     """
 
     groups: GroupBatch
@@ -74,6 +63,11 @@ class RLBatch(NamedTuple):
     masks: Bool[Array, "P G C T"]
     valid: Bool[Array, "P G"]
     trained: Bool[Array, "P G"]
+    stale: Bool[Array, " P"]
+    ref: Float[Array, "P G T"] | None = None
+    masked: Float[Array, "P G T"] | None = None
+    pages: ImageArrays | None = None
+    salts: UInt32[Array, " P"] | None = None
 
 
 def trained_mask(batch: RLBatch) -> Bool[Array, "P G T"]:
@@ -85,38 +79,51 @@ def trained_mask(batch: RLBatch) -> Bool[Array, "P G T"]:
 def token_advantages(
     batch: RLBatch, rl: RLConfig
 ) -> tuple[Float[Array, "P G Z T"], Bool[Array, "P G Z T"]]:
-    """Advantages on tokens and the channel masks of the loss: Z = C for code, 1 for paper and grpo.
+    """Advantages on tokens and the channel masks of the loss: Z = C for code, else 1.
 
     Baselines are taken over `valid` responses, masks hold tokens of `trained` ones alone.
     """
     rewards, valid, response = batch.rewards, batch.valid, trained_mask(batch)
+    names, paid = rl.reward.channels, rl.reward.paid
+    counted = jnp.array([name in paid for name in names])
+    rewards = jnp.where(counted, rewards, 0.0)
+    options = {"exact_zero": rl.exact_zero, "scale": rl.scale}
+    penalty = _reward_penalty(batch, rl)
+    if rl.estimator in ("code", "paper") and penalty is not None:
+        own = jnp.einsum("PGT,PGCT->PGC", penalty, (batch.masks & response[:, :, None]) * 1.0)
+        rewards -= jnp.where(counted, own, 0.0)
     if rl.estimator == "code":
-        values = adv.code_advantages(rewards, valid, exact_zero=rl.exact_zero)
-        masks = batch.masks & response[:, :, None]
+        values = adv.code_advantages(rewards, valid, **options)
+        masks = batch.masks & response[:, :, None] & counted[:, None]
         return adv.to_tokens(values, masks), masks
     if rl.estimator == "paper":
         values = adv.paper_advantages(
-            rewards, batch.masks, valid, align=rl.align, exact_zero=rl.exact_zero
+            rewards,
+            batch.masks,
+            valid,
+            channels=names,
+            paid=paid,
+            align=rl.align,
+            scoped=rl.scoped,
+            **options,
         )
     else:
-        whole = adv.grpo_advantages(rewards, valid, exact_zero=rl.exact_zero)
+        if penalty is not None:
+            rewards = jnp.concatenate([rewards, -jnp.sum(penalty, -1, keepdims=True)], -1)
+        if rl.estimator == "rloo":
+            whole = adv.rloo_advantages(rewards, valid)
+        else:
+            whole = adv.grpo_advantages(rewards, valid, **options)
         values = jnp.broadcast_to(whole[..., None], response.shape)
     return jnp.where(response, values, 0.0)[:, :, None], response[:, :, None]
 
 
-def score(
-    trainable: Flat, frozen: Flat, groups: GroupBatch, model: Qwen25VLConfig, settings: UpdateConfig
-) -> TokenScores:
-    """Scores of the sampled tokens at the sampling temperature: old and new by one function."""
-    return score_responses(
-        forward_params(trainable, frozen, settings.lora, jnp.dtype(settings.compute)),
-        model,
-        groups,
-        temperature=settings.rl.temperature,
-        train_vision=any(path.startswith("vision/") for path in trainable),
-        remat=settings.remat,
-        chunk=settings.chunk,
-    )
+def _reward_penalty(batch: RLBatch, rl: RLConfig) -> Float[Array, "P G T"] | None:
+    """The KL of each token that is taken from rewards, its coefficient inside."""
+    if not rl.loss.kl_coef or rl.loss.kl_placement != "reward":
+        return None
+    kl = kl_penalty(batch.old, batch.ref, rl.loss.kl)
+    return rl.loss.kl_coef * jnp.where(trained_mask(batch), kl, 0.0)
 
 
 def rl_gradient(
@@ -128,15 +135,41 @@ def rl_gradient(
     shardings: Any = None,
 ) -> tuple[Flat, dict[str, Array]]:
     """Gradient of the divided loss for the trainable parameters, and the step's metrics."""
+    values, masks = token_advantages(batch, settings.rl)
+    return advantage_gradient(state, batch, values, masks, model, settings, shardings=shardings)
+
+
+def advantage_gradient(
+    state: TrainState,
+    batch: RLBatch,
+    values: Float[Array, "P G Z T"],
+    masks: Bool[Array, "P G Z T"],
+    model: Qwen25VLConfig,
+    settings: UpdateConfig,
+    *,
+    shardings: Any = None,
+) -> tuple[Flat, dict[str, Array]]:
+    """The same for given advantages on the tokens of given masks."""
     rl, P = settings.rl, batch.groups.tokens.shape[0]
     response = trained_mask(batch)
-    values, masks = token_advantages(batch, rl)
-    totals = losses.channel_totals(masks, rl.loss)
+    if rl.masked.focused:
+        v = dependency(batch.old, batch.masked)
+        values, masks = focus(values, masks, v, response, rl.masked)
+    totals = combine.channel_totals(masks, rl.loss, response)
+    (count,) = combine.channel_totals(response[:, :, None], rl.loss, response)
 
     def objective(trainable, rows):
-        index, part, old, values, masks, response, sampled = rows
-        scores = score(trainable, state.frozen, part, model, settings)
-        before = jax.lax.stop_gradient(scores.logp) if old is None else old
+        index, part, values, masks, response = rows
+        scores = score(trainable, state.frozen, part.groups, model, settings)
+        before = jax.lax.stop_gradient(scores.logp) if part.old is None else part.old
+        gap = jnp.where(response, jnp.abs(before - part.sampled), 0.0)
+        gap = jnp.where(part.stale[:, None, None], 0.0, gap)  # another policy, not another program
+        if rl.loss.correction != "none":
+            weights = losses.sampler_weights(before, part.sampled, response, rl.loss)
+            weights = jnp.where(part.stale[:, None, None], 1.0, weights)
+            values = values * weights[:, :, None]
+        before = jnp.where(part.stale[:, None, None], part.sampled, before)
+        extra, more = penalties(trainable, state.frozen, part, scores, response, model, settings)
         terms = losses.batch_policy_loss(
             scores.logp,
             before,
@@ -144,16 +177,17 @@ def rl_gradient(
             masks,
             rl.loss,
             response_mask=response,
+            ref=part.ref,
+            extra=extra,
         )
         sums = jnp.sum(terms.sum, 0)
-        share = losses.objective(sums, totals, rl.loss)
-        if rl.loss.divisor_scope == "micro":
-            share = share / losses.channel_divisor(sums, rl.loss)
-        gap = jnp.where(response, jnp.abs(before - sampled), 0.0)
-        entropy = jnp.where(response, jax.lax.stop_gradient(scores.entropy), 0.0)
+        share = combine.objective(sums, totals, rl.loss)
+        if not late:
+            share = share / combine.channel_divisor(sums, rl.loss)
+        share += losses.divide(jnp.sum(terms.penalty[0]), count)
         kept = {
             "sums": sums,
-            "entropy": jnp.sum(entropy),
+            "more": {name: losses.masked_sum(value, response)[0] for name, value in more.items()},
             "gap": jnp.sum(gap),
             # Slices are added up, so each prompt's largest gap goes to its own place.
             "gap_max": jnp.zeros(P).at[index].set(jnp.max(gap, (1, 2))),
@@ -161,25 +195,59 @@ def rl_gradient(
         }
         return share, kept
 
-    slices = (jnp.arange(P), batch.groups, batch.old, values, masks, response, batch.sampled)
+    # A count over the whole batch is known after its last slice; no penalty is added then (RLConfig).
+    late = rl.loss.divisor_scope == "global" and rl.loss.channel_divisor == "nonzero_count"
+    slices = (jnp.arange(P), batch, values, masks, response)
     grads, loss, kept = accumulate(
         objective, state.trainable, slices, slice_size(P, rl.micro), shardings=shardings
     )
-    if rl.loss.divisor_scope == "global":
-        divisor = losses.channel_divisor(kept["sums"], rl.loss)
+    if late:
+        divisor = combine.channel_divisor(kept["sums"], rl.loss)
         grads, loss = jax.tree.map(lambda g: g / divisor, grads), loss / divisor
     tokens = jnp.maximum(jnp.sum(response), 1)
-    means = losses.metric_means(kept["metrics"])
+    fresh = jnp.maximum(jnp.sum(response & ~batch.stale[:, None, None]), 1)
+    means = combine.metric_means(kept["metrics"])
     metrics = {
         "loss/total": loss,
         **gradient_norms(grads),
-        "loss/entropy": kept["entropy"] / tokens,
-        "rollout/logp_gap_mean": kept["gap"] / tokens,
+        **{name: value / tokens for name, value in kept["more"].items()},
+        "rollout/logp_gap_mean": kept["gap"] / fresh,
         "rollout/logp_gap_max": jnp.max(kept["gap_max"]),
         "rollout/trained_tokens": jnp.sum(response),
         **{f"loss/{name}": value for name, value in means.items() if name != "entropy"},
     }
     return grads, metrics
+
+
+def penalties(
+    trainable: Flat,
+    frozen: Flat,
+    part: RLBatch,
+    scores: TokenScores,
+    response: Bool[Array, "P G T"],
+    model: Qwen25VLConfig,
+    settings: UpdateConfig,
+) -> tuple[Float[Array, "P G T"] | None, dict[str, Float[Array, "P G T"]]]:
+    """What is added to the loss a token beside the policy term and the KL, and metrics a token."""
+    rl, stop = settings.rl, jax.lax.stop_gradient
+    logp = jnp.where(response, scores.logp, 0.0)
+    metrics = {"loss/entropy": stop(scores.entropy)}
+    extra = None
+    if rl.loss.entropy_coef:
+        entropy = scores.entropy if rl.loss.entropy == "exact" else -logp
+        extra = -rl.loss.entropy_coef * entropy
+    if rl.masked.active:
+        masked = part.masked
+        if rl.masked.gradient:
+            hidden = blackened(part.groups, part.pages, part.salts, settings)
+            masked = score(trainable, frozen, hidden, model, settings).logp
+        masked = jnp.where(response, masked, 0.0)
+        v = dependency(logp, masked)
+        metrics |= {"masked/dependency": stop(v), "masked/logp": stop(masked)}
+        if rl.masked.coef or rl.masked.entropy_coef:
+            added = -rl.masked.coef * v - rl.masked.entropy_coef * masked
+            extra = added if extra is None else extra + added
+    return extra, metrics
 
 
 def rl_update(
@@ -200,30 +268,6 @@ def rl_update(
     return TrainState(state.step + 1, trainable, state.frozen, opt_state), metrics
 
 
-def old_log_probs(
-    trainable: Flat,
-    frozen: Flat,
-    groups: GroupBatch,
-    *,
-    model: Qwen25VLConfig,
-    settings: UpdateConfig,
-) -> Float[Array, "P G T"]:
-    """Log-probs before the first of several updates, a slice of prompts at a time."""
-    P = groups.tokens.shape[0]
-    size = slice_size(P, settings.rl.micro)
-    if size == P:
-        return score(trainable, frozen, groups, model, settings).logp
-    cut = jax.tree.map(lambda a: a.reshape(size, -1, *a.shape[1:]).swapaxes(0, 1), groups)
-    logp = jax.lax.map(lambda rows: score(trainable, frozen, rows, model, settings).logp, cut)
-    return logp.swapaxes(0, 1).reshape(groups.tokens.shape)
-
-
-def compute_params(trainable: Flat, frozen: Flat, *, settings: UpdateConfig) -> dict[str, Any]:
-    """The model's nested parameters in the compute dtype, adapters merged: what the sampler computes
-    with."""
-    return merged_params(trainable, frozen, settings.lora, jnp.dtype(settings.compute))
-
-
 def compile_update(
     model: Qwen25VLConfig, settings: UpdateConfig, mesh: Mesh, shardings: TrainState
 ):
@@ -235,42 +279,3 @@ def compile_update(
         out_shardings=(shardings, meshes.replicated(mesh)),
         donate_argnums=0,
     )
-
-
-def compile_old_log_probs(
-    model: Qwen25VLConfig, settings: UpdateConfig, mesh: Mesh, shardings: TrainState
-):
-    """`old_log_probs` under jit, with the shardings of the update."""
-    batch = meshes.batch_sharding(mesh)
-    return jax.jit(
-        meshes.traced_on(mesh, partial(old_log_probs, model=model, settings=settings)),
-        in_shardings=(shardings.trainable, shardings.frozen, batch),
-        out_shardings=batch,
-    )
-
-
-def compile_params(
-    settings: UpdateConfig, shardings: TrainState, layout: SamplingLayout | None = None
-):
-    """`compute_params` under jit, in the sampler's layout. Where training has that layout, whole stacks,
-    no adapters and every parameter the compute dtype, nothing is copied (the arrays are then the state's
-    own, which the next update gives away). `.cast` is the jitted copy."""
-    same = layout is None or layout.same
-    whole = merged_shardings(full_params(shardings.trainable, shardings.frozen))
-    cast = jax.jit(
-        partial(compute_params, settings=settings),
-        in_shardings=(shardings.trainable, shardings.frozen),
-        out_shardings=whole if same else layout.wide,
-    )
-
-    def params(state: TrainState) -> dict[str, Any]:
-        leaves = [*state.trainable.values(), *state.frozen.values()]
-        plain = not (settings.lora.rank or state.trainable.keys() & state.frozen)
-        ready = all(leaf.dtype == jnp.dtype(settings.compute) for leaf in leaves)
-        if same and plain and ready:
-            return full_params(state.trainable, state.frozen)
-        copy = cast(state.trainable, state.frozen)
-        return copy if same else layout.take(copy)
-
-    params.cast = cast
-    return params

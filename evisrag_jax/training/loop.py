@@ -48,9 +48,7 @@ class NonFiniteError(RuntimeError):
 
 @runtime_checkable
 class Data(Protocol):
-    """A stream of batches whose place can be saved as plain JSON (`data.pipeline.RecordStream`)."""
-
-    def __next__(self) -> Any: ...
+    """What a step draws from, whose place can be saved as plain JSON (`data.pipeline.RecordStream`)."""
 
     def get_state(self) -> dict[str, Any]: ...
 

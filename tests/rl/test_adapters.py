@@ -12,8 +12,8 @@ from evisrag_jax.data.miniworld.files import write_dataset
 from evisrag_jax.models.lora import LoraConfig, add_adapters, merge
 from evisrag_jax.models.qwen25vl.weights import load_params
 from evisrag_jax.rl.collect import Collector
+from evisrag_jax.rl.passes import UpdateConfig, compile_old_log_probs, compile_params
 from evisrag_jax.rl.run import RLRun, train
-from evisrag_jax.rl.update import UpdateConfig, compile_old_log_probs, compile_params
 from evisrag_jax.runtime.checkpoints import Checkpoints
 from evisrag_jax.runtime.mesh import make_mesh
 from evisrag_jax.runtime.run_folder import RunFolder

@@ -38,6 +38,7 @@ from tests.rl import tiny
 
 LAYOUT = VisionLayout(window=56)
 T = 96
+PARTIAL = FilterConfig(rule="variance", tries=1, train_on_partial=True)
 
 
 @pytest.fixture(scope="module")
@@ -118,11 +119,11 @@ def config(mode="paper", **changes) -> RLConfig:
     return RLConfig(**(fields | changes))
 
 
-def collector(tok, item, rl, batches, *rounds, **more):
+def collector(tok, item, rl, batches, *rounds, sizes=None, **more):
     """(collector, engine) over batches of records."""
     stream = iter([[Example(r, item(r), 0, 0) for r in batch] for batch in batches])
     engine = Script(*rounds)
-    bucket = tiny.bucket(prompts=rl.prompts, group=rl.group, response_length=T)
+    bucket = tiny.bucket(prompts=rl.prompts, group=rl.group, response_length=T, **(sizes or {}))
     encode = lambda text: encode_plain(tok, text)  # noqa: E731
     return Collector(engine, stream, rl, [bucket], encode, seed=7, **more), engine
 
@@ -205,11 +206,11 @@ def test_failed_completions_take_no_part(tok, item, records, groups, complete):
     """finish "error": no reward, no token, and no spread that would keep a constant group."""
     good = complete(records[0].response)
     groups[0] = [good, good, complete("no", "error")]
-    rl = config(filter=FilterConfig(rule="variance"))
+    rl = config(filter=PARTIAL)
     got = collector(tok, item, rl, [records[:2]], groups)[0](None, 1)
     assert got.metrics["rollout/failed"] == 1 and got.metrics["filter/dropped_constant"] == 1
     assert got.metrics["filter/kept"] == 1
-    everything = config(filter=None)
+    everything = config()
     got = collector(tok, item, everything, [records[:2]], groups)[0](None, 1)
     np.testing.assert_array_equal(got.valid, [[True, True, False], [True] * 3])
     np.testing.assert_array_equal(got.trained, got.valid)
@@ -224,7 +225,7 @@ def constant(records, complete):
 def test_tries_fill_the_batch_and_the_surplus_goes(tok, item, records, groups, constant):
     """Round 1 keeps one of two groups, round 2 both: the first two in the order they came; means are
     those of all four; keys of the two rounds differ."""
-    rl = config(filter=FilterConfig(rule="variance"), tries=3)
+    rl = config(filter=FilterConfig(rule="variance", tries=3, surplus="discard"))
     rounds = ([constant(0), groups[1]], groups)
     collect, engine = collector(tok, item, rl, [records[:2], records[2:4]], *rounds)
     got = collect(None, 5)
@@ -238,7 +239,7 @@ def test_tries_fill_the_batch_and_the_surplus_goes(tok, item, records, groups, c
 
 
 def test_a_partial_batch_has_empty_rows(tok, item, records, groups, constant):
-    rl = config(filter=FilterConfig(rule="variance"), tries=1)
+    rl = config(filter=PARTIAL)
     got = collector(tok, item, rl, [records[:2]], [constant(0), groups[1]])[0](None, 1)
     assert got.metrics["filter/kept"] == 1 and [row["id"] for row in got.rows] == [records[1].id]
     assert got.valid[0].all() and not got.valid[1].any() and not got.trained[1].any()
@@ -248,7 +249,7 @@ def test_a_partial_batch_has_empty_rows(tok, item, records, groups, constant):
 
 def test_b52_no_group_kept_gives_a_batch_that_takes_no_part(tok, item, records, constant):
     """Released code crashes here; the step then has no signal and moves nothing."""
-    rl = config(filter=FilterConfig(rule="variance"), tries=2)
+    rl = config(filter=dataclasses.replace(PARTIAL, tries=2))
     rounds = [[constant(0), constant(1)]] * 2
     got = collector(tok, item, rl, [records[:2]] * 2, *rounds)[0](None, 1)
     assert got.metrics["filter/kept"] == 0 and got.metrics["filter/rounds"] == 2

@@ -45,7 +45,9 @@ def test_summary_and_empty_keep():
         "spread": 0,
     }
     assert {key: none.summary()[key] for key in want} == want
-    empty = filter_groups(np.zeros((0, 8, 6), np.float32), np.zeros((0, 8), bool), FilterConfig())
+    empty = filter_groups(
+        np.zeros((0, 8, 6), np.float32), np.zeros((0, 8), bool), FilterConfig("both")
+    )
     assert empty.keep.shape == (0,) and empty.summary()["groups"] == 0
 
 
@@ -54,11 +56,11 @@ def test_spread_looks_at_channels_and_at_valid_responses():
     rewards = np.zeros((1, 3, 2), np.float32)
     rewards[0, 0], rewards[0, 1] = (1, 0), (0, 1)
     valid = np.asarray([[True, True, False]])
-    assert filter_groups(rewards, valid, FilterConfig()).keep.all()
+    assert filter_groups(rewards, valid, FilterConfig("both")).keep.all()
     rewards[0, :2], rewards[0, 2] = 1.0, 9.0
-    got = filter_groups(rewards, valid, FilterConfig())
+    got = filter_groups(rewards, valid, FilterConfig("both"))
     assert not got.keep.any() and got.mean[0] == 2.0 and got.spread[0] == 0.0
-    nobody = filter_groups(rewards, np.zeros((1, 3), bool), FilterConfig())
+    nobody = filter_groups(rewards, np.zeros((1, 3), bool), FilterConfig("both"))
     assert nobody.reasons == ("constant",) and np.isfinite(nobody.mean).all()
 
 

@@ -8,16 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from evisrag_jax.rl.losses import (
-    PolicyLossConfig,
-    batch_policy_loss,
-    channel_divisor,
-    channel_totals,
-    combine,
-    metric_means,
-    objective,
-    policy_loss,
-)
+from evisrag_jax.rl.combine import channel_divisor, channel_totals, combine, metric_means, objective
+from evisrag_jax.rl.losses import PolicyLossConfig, batch_policy_loss, policy_loss
 from tests.rl import torch_reference as reference
 
 TOLERANCE = {"rtol": 2e-6, "atol": 2e-6}  # float32
@@ -225,7 +217,7 @@ def test_kl_term_is_added_once(batch, average):
         terms = batch_policy_loss(
             logp, old, adv, mask, cfg, response_mask=response, ref=jnp.asarray(ref)
         )
-        return combine(terms.sum, terms.weight, cfg, kl=terms.metrics["kl"]).loss
+        return combine(terms.sum, terms.weight, cfg, penalty=terms.penalty).loss
 
     got, grad = jax.jit(jax.value_and_grad(loss))(logp)
     leaf = reference.tensor(data["logp"]).requires_grad_()
@@ -249,7 +241,11 @@ def test_bad_settings_are_refused(batch):
         ({"divisor_scope": "rank"}, "divisor_scope='rank'"),
         ({"average": "seq"}, "average='seq'"),
         ({"nan_policy": "skip"}, "nan_policy='skip'"),
-        ({"kl_placement": "reward"}, "kl_placement='reward'"),
+        ({"kl_placement": "token"}, "kl_placement='token'"),
+        ({"ratio": "group"}, "ratio='group'"),
+        ({"entropy": "full"}, "entropy='full'"),
+        ({"correction": "group"}, "correction='group'"),
+        ({"correction_cap": 0.5}, "correction_cap=0.5"),
         ({"clip_low": 1.0}, "clip_low"),
         ({"dual_clip": 1.0}, "dual_clip=1.0"),
         ({"kl": "k9"}, "unknown KL kind"),

@@ -7,13 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from evisrag_jax.rl.losses import (
-    PolicyLossConfig,
-    average_loss,
-    batch_policy_loss,
-    combine,
-    metric_means,
-)
+from evisrag_jax.rl.combine import average_loss, combine, metric_means
+from evisrag_jax.rl.losses import PolicyLossConfig, batch_policy_loss
 
 TOLERANCE = {"rtol": 2e-6, "atol": 2e-6}  # float32
 

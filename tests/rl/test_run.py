@@ -1,5 +1,6 @@
 """Whole RL runs on a tiny model: files, exact resume, slices and devices, the sampler's gap, export."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -19,9 +20,9 @@ from evisrag_jax.prompts.tokenizer import load_tokenizer
 from evisrag_jax.rl.collect import Collector
 from evisrag_jax.rl.config import RLConfigError
 from evisrag_jax.rl.filter import FilterConfig
+from evisrag_jax.rl.passes import compile_old_log_probs
 from evisrag_jax.rl.run import RLRun, train
 from evisrag_jax.rl.trainer import host_batch
-from evisrag_jax.rl.update import compile_old_log_probs
 from evisrag_jax.runtime.checkpoints import Checkpoints
 from evisrag_jax.runtime.run_folder import RunFolder, RunFolderError
 from evisrag_jax.training.batching import put_batch
@@ -30,7 +31,8 @@ from evisrag_jax.training.state import flatten, state_shardings, to_checkpoint
 from tests.rl.tiny import code_config, few_devices, run_config, write_model  # noqa: F401  (a fixture)
 
 # Groups whose mean reward is low are dropped, and a second rollout fills the batch.
-FILTERED = code_config(filter=FilterConfig(low=-0.7), tries=2)
+FILTER = FilterConfig("both", low=-0.7, tries=2, train_on_partial=True)
+FILTERED = code_config(filter=FILTER)
 # Facts of a process, which a resumed run does not share: clock, compiles, what its caches found.
 PROCESS = ("time", "compile", "cache")
 AGAIN = """
@@ -238,10 +240,12 @@ def test_the_export_is_the_trained_model(straight, model, data):
 
 def test_another_config_is_refused(straight, model, data):
     """What changes numbers is refused by name; what does not may change."""
-    other = run_config(model, data, rl=code_config(filter=FILTERED.filter, tries=3), seed=5)
+    other = run_config(
+        model, data, rl=code_config(filter=dataclasses.replace(FILTER, tries=3)), seed=5
+    )
     with pytest.raises(RunFolderError, match=r"seed: 0 -> 5") as caught:
         train(other, straight[0])
-    assert "rl.tries: 2 -> 3" in str(caught.value)
+    assert "rl.filter.tries: 2 -> 3" in str(caught.value)
     before = (straight[0] / "metrics.jsonl").read_bytes()
     again = run_config(model, data, rl=FILTERED, keep=1, rollouts_every=2, data={"ahead": 3})
     assert train(again, straight[0])["steps"] == 4
@@ -254,7 +258,7 @@ def test_slices_slots_and_devices_do_not_matter(
 ):
     """Two steps with one prompt a slice and three responses at a time, or on four devices: the same
     responses and rewards, losses 1e-5, parameters after them 1e-5 relative."""
-    rl = code_config(filter=FILTERED.filter, tries=2, micro=micro)
+    rl = code_config(filter=FILTER, micro=micro)
     config = run_config(model, data, rl=rl, steps=2, devices=devices, slots=slots)
     train(config, tmp_path)
     for got, want in zip(metrics(tmp_path), metrics(straight[0]), strict=False):

@@ -37,6 +37,7 @@ def batch(P=4, G=3, C=6, T=8):
         masks=rng.random((P, G, C, T)) < 0.7,
         valid=np.ones((P, G), bool),
         trained=trained,
+        stale=np.zeros(P, bool),
     )
 
 

@@ -11,7 +11,8 @@ import pytest
 from evisrag_jax.models.qwen25vl.weights import load_params
 from evisrag_jax.pages.patches import reading_order_patches
 from evisrag_jax.pages.plan import processor_settings
-from evisrag_jax.rl.update import UpdateConfig, compile_params, rl_gradient
+from evisrag_jax.rl.passes import UpdateConfig, compile_params
+from evisrag_jax.rl.update import rl_gradient
 from evisrag_jax.runtime.mesh import make_mesh
 from evisrag_jax.training import forward
 from evisrag_jax.training.batching import make_group_batch

@@ -21,7 +21,8 @@ from evisrag_jax.prompts.tokenizer import load_tokenizer
 from evisrag_jax.rewards.evisrag import RewardConfig
 from evisrag_jax.rl.config import RLConfig
 from evisrag_jax.rl.losses import PolicyLossConfig
-from evisrag_jax.rl.update import RLBatch, UpdateConfig, compile_old_log_probs, compile_update
+from evisrag_jax.rl.passes import UpdateConfig, compile_old_log_probs
+from evisrag_jax.rl.update import RLBatch, compile_update
 from evisrag_jax.runtime.mesh import make_mesh
 from evisrag_jax.training.batching import (
     Limits,
@@ -136,6 +137,7 @@ def host_batch(case: Case, estimator: str, *, old=None, prompts: int = P, **chan
         "masks": masks(estimator),
         "valid": VALID,
         "trained": VALID,
+        "stale": np.zeros(P, bool),
     } | changes
     groups = arrays.pop("groups", groups)
     spare = [(0, prompts - P)]

@@ -30,7 +30,9 @@ def write_inputs(folder: Path) -> None:
 
 def rl_config(folder: Path, devices: int) -> RLRunConfig:
     """Three steps whose filter drops groups, so that a second rollout fills the batch."""
-    rl = tiny.code_config(prompts=PROMPTS, filter=FilterConfig(low=-0.7), tries=2)
+    rl = tiny.code_config(
+        prompts=PROMPTS, filter=FilterConfig("both", low=-0.7, tries=2, train_on_partial=True)
+    )
     return tiny.run_config(
         folder / "model",
         folder / "data" / "train.jsonl",

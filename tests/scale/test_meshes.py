@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from evisrag_jax.data.miniworld.files import write_dataset
+from evisrag_jax.rl.passes import compile_params
 from evisrag_jax.rl.run import RLRun
-from evisrag_jax.rl.update import compile_params
 from evisrag_jax.rollout.requests import Request
 from evisrag_jax.rollout.sampling import SamplingConfig
 from evisrag_jax.runtime import mesh as meshes

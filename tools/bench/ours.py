@@ -15,14 +15,8 @@ from evisrag_jax.pages.patches import stack_pages
 from evisrag_jax.prompts.chat import batch_prompts
 from evisrag_jax.rewards.evisrag import RewardConfig
 from evisrag_jax.rl.config import RLConfig
-from evisrag_jax.rl.update import (
-    RLBatch,
-    UpdateConfig,
-    compile_update,
-    old_log_probs,
-    rl_gradient,
-    token_advantages,
-)
+from evisrag_jax.rl.passes import UpdateConfig, old_log_probs
+from evisrag_jax.rl.update import RLBatch, compile_update, rl_gradient, token_advantages
 from evisrag_jax.rollout.buckets import Bucket, BucketTable
 from evisrag_jax.rollout.engine import Engine, Request
 from evisrag_jax.rollout.sampling import SamplingConfig
@@ -122,7 +116,7 @@ def make_batch(
     groups = GroupBatch(prompt_arrays(case), image_arrays(case), tokens, lengths)
     exist = np.ones((P, G), bool)
     sampled = np.zeros((P, G, T), np.float32) if sampled is None else sampled
-    return RLBatch(groups, sampled, None, rewards, masks, exist, exist)
+    return RLBatch(groups, sampled, None, rewards, masks, exist, exist, np.zeros(P, bool))
 
 
 def rl_settings(

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from evisrag_jax.pages.patches import make_patches
-from evisrag_jax.rl.update import compile_params
+from evisrag_jax.rl.passes import compile_params
 from evisrag_jax.rollout.engine import Request
 from evisrag_jax.training.batching import put_batch
 

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from evisrag_jax.models.qwen25vl.config import Qwen25VLConfig, TextConfig, VisionConfig
 from evisrag_jax.models.qwen25vl.model import PromptInputs, param_shapes
 from evisrag_jax.rl.config import RLConfig
+from evisrag_jax.rl.passes import UpdateConfig as RLSettings
 from evisrag_jax.rl.update import RLBatch
-from evisrag_jax.rl.update import UpdateConfig as RLSettings
 from evisrag_jax.rl.update import compile_update as compile_rl
 from evisrag_jax.runtime.mesh import batch_sharding, make_mesh
 from evisrag_jax.sft.objective import UpdateConfig as SFTSettings
@@ -95,6 +95,7 @@ def compiled_update(job: Job) -> jax.stages.Compiled:
             masks=array(P, G, C, T, dtype=bool),
             valid=array(P, G, dtype=bool),
             trained=array(P, G, dtype=bool),
+            stale=array(P, dtype=bool),
         )
         settings = RLSettings(rl, "float32", job.remat, job.chunk)
         update = compile_rl(job.model, settings, mesh, shardings)

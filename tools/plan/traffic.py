@@ -13,7 +13,7 @@ from evisrag_jax.models.qwen25vl.config import Qwen25VLConfig
 from evisrag_jax.models.qwen25vl.model import param_shapes
 from evisrag_jax.models.qwen25vl.sizes import published
 from evisrag_jax.rl.config import RLConfig
-from evisrag_jax.rl.update import UpdateConfig, compile_params
+from evisrag_jax.rl.passes import UpdateConfig, compile_params
 from evisrag_jax.runtime.mesh import make_mesh
 from evisrag_jax.training.layout import SamplingLayout
 from evisrag_jax.training.optimiser import make_optimiser
