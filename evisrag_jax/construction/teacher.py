@@ -123,7 +123,11 @@ class Sampler:
 
         def on_reply(ask: Ask, reply: Reply) -> None:
             place, key = places[ask.context.id, ask.sample]
-            told = {"text": reply.text, "tokens_in": reply.tokens_in, "tokens_out": reply.tokens_out}
+            told = {
+                "text": reply.text,
+                "tokens_in": reply.tokens_in,
+                "tokens_out": reply.tokens_out,
+            }
             self.cache.put(key, told)
             results[place][ask.sample] = _trajectory(told, ask.sample)
 

@@ -74,13 +74,13 @@ class RuleTeacher:
 
     def answer(self, asks: list[Ask], on_reply, on_failure):
         for ask in asks:
-            if self.lives is not None:
-                if not self.lives:
-                    raise Killed
-                self.lives -= 1
+            if self.lives == 0:
+                raise Killed
             self.calls[ask.context.id, ask.sample] += 1
             said = self.rule(ask.context, ask.sample)
             if isinstance(said, Exception):
                 on_failure(ask, str(said))
-            else:
-                on_reply(ask, Reply(said, 10, len(said.split()), 0.0, False))
+                continue
+            on_reply(ask, Reply(said, 10, len(said.split()), 0.0, False))
+            if self.lives is not None:
+                self.lives -= 1
