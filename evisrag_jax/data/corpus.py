@@ -108,8 +108,8 @@ def corpus_rows(folder: Path, wanted: Mapping[str, str | None] | None = None) ->
 
 
 def _from_corpus(row: Mapping, pages: Mapping[str, CorpusPage]) -> Record:
-    candidates = _page_ids(row, "candidate_page_ids")
-    relevant = _page_ids(row, "relevant_page_ids")
+    candidates = page_ids(row, "candidate_page_ids")
+    relevant = page_ids(row, "relevant_page_ids")
     unknown = [page for page in candidates if page not in pages]
     if unknown:
         reason = f"names page {unknown[0]!r}, which corpus.jsonl does not hold"
@@ -130,7 +130,8 @@ def _from_corpus(row: Mapping, pages: Mapping[str, CorpusPage]) -> Record:
     )
 
 
-def _page_ids(row: Mapping, field: str) -> list[str]:
+def page_ids(row: Mapping, field: str) -> list[str]:
+    """The page ids that a question's row lists under `field`; RecordError for anything else."""
     value = required(row, field)
     if not isinstance(value, list):
         raise RecordError(f"is {shown(value)}; write a list of ids", field=field, kind="type")

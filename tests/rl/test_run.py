@@ -109,6 +109,7 @@ def test_a_run_folder_holds_everything(straight, model, data):
         "sharding.txt",
         "metrics.jsonl",
         "timeline.jsonl",
+        "alarms.jsonl",
         "summary.json",
     }
     assert files | {"rollouts", "rejected.jsonl", "checkpoints", "model"} == names

@@ -92,7 +92,7 @@ def stream(seed: int, split: str, index: int, task: int = 0) -> np.random.Genera
     overlap.
 
     `task` tells apart the kinds of example drawn for one split: 0 questions, 1 reading tasks, 2 single
-    pages; 7 to 15 are free for experiments.
+    pages, 3 and 4 the pages and questions of a corpus; 7 to 15 are free for experiments.
     """
     if split not in SPLITS:
         raise ValueError(f"miniworld: unknown split {split!r}; choose one of {SPLITS}")

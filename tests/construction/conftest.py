@@ -1,0 +1,18 @@
+"""Replies on disk without waiting for the disk: what a lost process leaves is the same."""
+
+import pytest
+
+from evisrag_jax.runtime.request_cache import RequestCache
+
+
+@pytest.fixture(scope="package", autouse=True)
+def quick_replies():
+    start = RequestCache.__init__
+
+    def quick(self, path):
+        start(self, path)
+        self._db.execute("PRAGMA synchronous=OFF")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RequestCache, "__init__", quick)
+        yield
