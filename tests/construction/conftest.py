@@ -1,4 +1,6 @@
-"""Replies on disk without waiting for the disk: what a lost process leaves is the same."""
+"""Files without waiting for the disk: what a process leaves that dies is the same."""
+
+import os
 
 import pytest
 
@@ -6,7 +8,7 @@ from evisrag_jax.runtime.request_cache import RequestCache
 
 
 @pytest.fixture(scope="package", autouse=True)
-def quick_replies():
+def quick_files():
     start = RequestCache.__init__
 
     def quick(self, path):
@@ -15,4 +17,5 @@ def quick_replies():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RequestCache, "__init__", quick)
+        patch.setattr(os, "fsync", lambda file: None)
         yield
