@@ -25,7 +25,6 @@ from tokenizers import (
 )
 
 from evisrag_jax.data.miniworld import world
-from evisrag_jax.data.miniworld.episodes import MAX_PAGES
 
 MARK = "\u2581"  # stands for the space before a word
 SPECIALS = (
@@ -40,7 +39,8 @@ SPECIALS = (
 )
 UNKNOWN = "<unk>"
 TAGS = tuple(f"<{s}{t}>" for t in ("observe", "evidence", "think", "answer") for s in ("", "/"))
-LABELS = tuple(f"[{i}]:" for i in range(1, MAX_PAGES + 1))
+NUMBERED = 9  # pages that have a label; more of them can be drawn than named
+LABELS = tuple(f"[{i}]:" for i in range(1, NUMBERED + 1))
 CHAT_WORDS = ("system", "user", "assistant", "You", "are", "a", "helpful", "assistant.", "Picture")
 MODEL_MAX_LENGTH = 1024
 
@@ -97,8 +97,8 @@ def _words() -> list[str]:
         )
     )
     words = [w for text in wordings for w in text.split() if not w.startswith("{")]
-    words += [str(i) for i in range(1, MAX_PAGES + 1)]
-    words += [f"{i}:" for i in range(1, MAX_PAGES + 1)]
+    words += [str(i) for i in range(1, NUMBERED + 1)]
+    words += [f"{i}:" for i in range(1, NUMBERED + 1)]
     groups = (world.ENTITIES, world.FIELDS, map(str, world.VALUES), CHAT_WORDS, words)
     return list(dict.fromkeys(w for group in groups for w in group))
 

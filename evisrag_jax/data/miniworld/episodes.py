@@ -26,7 +26,7 @@ SHARES: Mapping[str, float] = {
 NOVELTY_SHARES: Mapping[str, float] = {"pair": 0.5, "entity": 0.25, "rendering": 0.25}
 READING_KINDS = ("read", "which")
 COMPARE_GAP = 5  # compared values differ by at least this much
-MAX_PAGES = 9
+MAX_PAGES = 20
 
 
 @dataclass(frozen=True)

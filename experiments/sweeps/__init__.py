@@ -1,0 +1,1 @@
+"""How answers hold up as more pages are shown."""
