@@ -41,7 +41,7 @@ def recompute(folder: Path, records: Sequence[Record]) -> dict[str, Any]:
     arms: dict[str, Any] = {}
     for one in kept:
         path = folder / f"{one['arm']}-{one['seed']}.jsonl.gz"
-        scored.setdefault(one["arm"], []).append(_scores(path, records, one["arm"]))
+        scored.setdefault(one["arm"], []).append(scores_of(path, records, one["arm"]))
     for name, runs in scored.items():
         mine = [one for one in kept if one["arm"] == name]
         arms[name] = _arm(name, runs, mine)
@@ -63,7 +63,7 @@ def recompute(folder: Path, records: Sequence[Record]) -> dict[str, Any]:
     return out
 
 
-def _scores(path: Path, records: Sequence[Record], arm: str) -> dict[str, dict[str, float]]:
+def scores_of(path: Path, records: Sequence[Record], arm: str) -> dict[str, dict[str, float]]:
     """metric → question id → value, of one run."""
     by_id = {record.id: record for record in records}
     rows = [prediction_row(by_id[row["id"]], arm) | row for row in read_predictions(path)]
