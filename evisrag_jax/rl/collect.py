@@ -35,6 +35,7 @@ from evisrag_jax.rewards.gold import gold_text
 from evisrag_jax.rl import scopes, steps, surplus
 from evisrag_jax.rl.advantages import occurrence_ids
 from evisrag_jax.rl.config import RLConfig
+from evisrag_jax.rl.dynamic import sampling_metrics, shortage
 from evisrag_jax.rl.filter import MAX_TRIES, ShortBatch, filter_groups
 from evisrag_jax.rl.told import Judged, Told, rebuild, rollout_metrics, tell
 from evisrag_jax.rollout.engine import Engine
@@ -156,9 +157,10 @@ class Collector:
                 self._carried = rows
         short = P - len(kept)
         if filter.active and short > 0 and not filter.train_on_partial:
-            raise ShortBatch(self._shortage(step, len(carried), told, reasons))
+            raise ShortBatch(shortage(self.rl, step, len(carried), told, reasons))
         metrics = rollout_metrics(told, self.rl) if told else {}
-        metrics |= self._filter_metrics(kept, carried, told, reasons, spans)
+        over = (len(carried), len(self._carried))
+        metrics |= sampling_metrics(self.rl, kept, over, told, reasons, spans)
         kept = kept[:P]
         with span("prepare", spans):
             mine = [
@@ -325,64 +327,6 @@ class Collector:
         channel = None if metric == "overall" else reward.paid.index(metric)
         result = filter_groups(counts.astype(np.float64), told.valid, self.rl.filter, channel)
         return result.keep.tolist(), [reason for reason in result.reasons if reason]
-
-    def _filter_metrics(
-        self,
-        kept: Sequence[Judged | tuple[int, int]],
-        carried: Sequence[Judged],
-        told: Sequence[Told],
-        reasons: Counter[str],
-        spans: Sequence[Span],
-    ) -> dict[str, float]:
-        """What the filter did, what it cost, and what the batch is like behind it."""
-        P, names = self.rl.prompts, self.rl.reward.channels
-        fresh = [one for one in kept if not isinstance(one, Judged)]
-        sampled = sum(len(one.length) for one in told)
-        dropped = np.array([one.length.sum() for one in told]).sum()
-        dropped -= sum(told[turn].length[row].sum() for turn, row in fresh)
-        if self.rl.filter.surplus == "discard":
-            dropped += sum(told[turn].length[row].sum() for turn, row in kept[P:])
-        tokens = max(1, sum(int(one.length.sum()) for one in told))
-        seconds = sum(end - begin for name, begin, end in spans if name in ("prefill", "decode"))
-        rewards = [
-            np.array([[one[n] for n in names] for one in group.rewards])
-            if isinstance(group, Judged)
-            else told[group[0]].rewards[group[1]].astype(np.float64)
-            for group in kept[:P]
-        ]
-        after = {}
-        if self.rl.filter.active and rewards:
-            batch = np.stack(rewards)
-            after = {f"kept/{n}": float(batch[..., c].mean()) for c, n in enumerate(names)}
-            after["kept/overall"] = float(batch.sum(-1).mean())
-            after["time/discarded"] = seconds * float(dropped) / tokens
-            after["filter/dropped_tokens"] = float(dropped)
-            after["filter/keep_rate"] = len(fresh) / max(1, sampled)
-            after["filter/carried_in"] = float(len(carried))
-            after["filter/carried_out"] = float(len(self._carried))
-        return {
-            "filter/kept": float(min(P, len(kept))),
-            "filter/groups": float(sampled),
-            "filter/rounds": float(len(told)),
-            **{f"filter/dropped_{name}": float(n) for name, n in sorted(reasons.items())},
-            **after,
-        }
-
-    def _shortage(
-        self, step: int, carried: int, told: Sequence[Told], reasons: Counter[str]
-    ) -> str:
-        """Why a step has too few groups."""
-        rewards = np.concatenate([one.rewards for one in told]).astype(np.float64).sum(-1)
-        groups, P = len(rewards), self.rl.prompts
-        kept = groups - sum(reasons.values())
-        why = ", ".join(f"{name} {count}" for name, count in sorted(reasons.items()))
-        return (
-            f"step {step}: {len(told)} rounds kept {kept} of {groups} groups ({kept / groups:.1%}), and "
-            f"{carried} were carried over; {P} are needed. Dropped: {why}. A group's mean reward is "
-            f"{rewards.mean():.3f}, its spread {np.ptp(rewards, axis=1).mean():.3f}. Choose questions that "
-            "are sometimes answered, widen rl.filter, raise rl.filter.tries, or set "
-            "rl.filter.train_on_partial"
-        )
 
     def _arrays(
         self,

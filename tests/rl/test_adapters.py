@@ -116,6 +116,7 @@ def test_adapters_train_by_reinforcement_and_resume_bitwise(tmp_path, monkeypatc
     for name in "ab":
         with RunFolder(tmp_path / name) as folder:
             run = RLRun(config, folder, resumed=True)
+            assert run.reference is None, "B56: without a KL no reference is held"
             store = Checkpoints(folder.checkpoints, identity={"lora": LORA})
             states.append(store.restore(to_checkpoint(run.state)))
     assert states[0].step == states[1].step == 2

@@ -8,7 +8,7 @@ from evisrag_jax.cli.config import ConfigError, load_config, to_dataclass
 from evisrag_jax.models.lora import LoraConfig
 from evisrag_jax.rewards.evisrag import RewardConfig
 from evisrag_jax.rl.config import RLConfig, RLConfigError, RLRunConfig
-from evisrag_jax.rl.recipes import preset
+from evisrag_jax.rl.recipes import RECIPES, preset
 from evisrag_jax.runtime.json_files import plain
 from evisrag_jax.runtime.precision import PrecisionError
 from evisrag_jax.training.optimiser import make_schedule
@@ -107,6 +107,20 @@ def test_packaged_configs_are_the_published_settings(name):
     assert got.lora == LoraConfig() and plain(config)["lora"].keys() == plain(got.lora).keys()
     assert got.epochs == (16.0 if name == "code" else 4.0)
     assert got.data.budget == "grpo" and got.images * got.tokens < got.prompt_length
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_is_a_config_at_both_scales(name):
+    """The full one is the recipe under one schedule; the mini one changes sizes and lengths alone."""
+    config, _ = load_config(f"rl.py:{name}")
+    config.data.validation = "held_out.jsonl"
+    full = to_dataclass(config, RLRunConfig).rl
+    assert full == preset(name, prompts=32, group=8, micro=1, max_tokens=1536, optim=full.optim)
+    mini = to_dataclass(load_config(f"rl.py:mini-{name}")[0], RLRunConfig).rl
+    for field in ("estimator", "scale", "loss", "filter", "masked", "step_prompts", "scope_match"):
+        assert getattr(mini, field) == getattr(preset(name), field), field
+    assert mini.reward.channels == preset(name).reward.channels
+    assert (mini.prompts, mini.group, mini.max_tokens) == (16, 8, 64)
 
 
 def test_the_mini_config_runs_anywhere():
