@@ -20,7 +20,7 @@ from evisrag_jax.runtime.compile_cache import enable_compile_cache
 from experiments.ablation.arms import ARMS, Budget, cluster_command
 from experiments.ablation.data import generic_start, test_set, training_set
 from experiments.ablation.report import recompute, table
-from experiments.ablation.run import results, run_arm
+from experiments.ablation.run import keep_start, results, run_arm
 
 COMMITTED = Path(__file__).parent / "results"
 QUICK_ARMS = ("rs_grpo_paper", "evidence_dapo", "generic_dapo")
@@ -66,6 +66,7 @@ def main() -> None:
             start = "mini-sft"
             if ARMS[name].start == "generic":
                 start = str(generic_start(out / "data", steps=budget.lessons))
+            keep_start(f"start_{ARMS[name].start}", start, out=out, test=test)
             data = training_set(out / "data", budget.prompts * budget.steps, seed)
             run_arm(name, seed, budget, out=out, model=start, data=data, test=test)
     print(table(recompute(out / "results", read_records(test))))

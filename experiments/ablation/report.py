@@ -19,11 +19,14 @@ from evisrag_jax.data.schema import Record
 from evisrag_jax.evaluation.metrics import metric_values
 from evisrag_jax.evaluation.statistics import RESAMPLES, bootstrap, paired_difference
 from evisrag_jax.evaluation.suite import prediction_row, score_predictions
+from evisrag_jax.prompts.sections import TAGS
+from evisrag_jax.rewards.evisrag import format_score
 from evisrag_jax.runtime.json_files import write_json
 from experiments.ablation.arms import ARMS
 from experiments.ablation.run import read_predictions, results
 
 CLAIM = "rs_grpo_paper"
+START_SECTIONS = {"start_evidence": TAGS, "start_generic": ("think", "answer")}
 METRICS = {
     "accuracy": "accuracy",
     "f1": "strict/f1",
@@ -45,6 +48,14 @@ def recompute(folder: Path, records: Sequence[Record]) -> dict[str, Any]:
     for name, runs in scored.items():
         mine = [one for one in kept if one["arm"] == name]
         arms[name] = _arm(name, runs, mine)
+    starts = {
+        name: {
+            metric: statistics.fmean(values.values()) for metric, values in found.items() if values
+        }
+        for name in START_SECTIONS
+        if (folder / f"{name}.jsonl.gz").is_file()
+        for found in [scores_of(folder / f"{name}.jsonl.gz", records, name)]
+    }
     differences = {
         f"{CLAIM} - {name}": _difference(scored[CLAIM], scored[name])
         for name in scored
@@ -54,6 +65,7 @@ def recompute(folder: Path, records: Sequence[Record]) -> dict[str, Any]:
         "claim": f"{CLAIM} above evidence_dapo above generic_dapo",
         "resamples": RESAMPLES,
         "questions": len(records),
+        "starts": starts,
         "arms": arms,
         "differences": differences,
     }
@@ -69,6 +81,13 @@ def scores_of(path: Path, records: Sequence[Record], arm: str) -> dict[str, dict
     rows = [prediction_row(by_id[row["id"]], arm) | row for row in read_predictions(path)]
     scores, summary = score_predictions(records, rows, require_complete=True, resamples=10)
     values = {name: dict(metric_values(scores, metric)) for name, metric in METRICS.items()}
+    # The form an arm is asked for; evidence where it has such a section.
+    sections = ARMS[arm].reward.get("sections", TAGS) if arm in ARMS else START_SECTIONS[arm]
+    values["format_rate"] = {
+        row["id"]: format_score(row["prediction"], sections=sections) for row in rows
+    }
+    if "evidence" not in sections:
+        values["evidence_f1"] = {}
     refused = {
         score.id: float(score.outcome == "refused") for score in scores if not score.is_sufficient
     }
@@ -144,6 +163,11 @@ def table(out: Mapping[str, Any]) -> str:
         "n",
     )
     lines = [_row(head), _row(["---"] * len(head))]
+    for name, one in out["starts"].items():
+        title = f"before RL: {name.removeprefix('start_')} family"
+        shown = (one.get(m) for m in ("f1", "evidence_f1", "refusal"))
+        cells = [title, _pc(one["accuracy"]), "", *map(_pc, shown), _pc(one["format_rate"]), "", ""]
+        lines.append(_row(cells))
     for arm in out["arms"].values():
         a = arm["accuracy"]
         lines.append(

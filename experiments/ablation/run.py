@@ -55,6 +55,14 @@ def run_arm(name: str, seed: int, budget: Budget, *, out: Path, model: str, data
     shutil.rmtree(folder / "model", ignore_errors=True)
 
 
+def keep_start(name: str, model: str, *, out: Path, test: Path, max_tokens: int = 64) -> None:
+    """The answers of a model that arms start from, unless they are there; name: "start_FAMILY"."""
+    path = out / "results" / f"{name}.jsonl.gz"
+    if not path.is_file():
+        answers(model, test, out / "runs" / name / "eval", max_tokens)
+        keep_predictions(out / "runs" / name / "eval", path)
+
+
 def answers(model: str, test: Path, out: Path, max_tokens: int) -> dict[str, Any]:
     """Greedy answers of a model to the held-out questions; the summary of the evaluation."""
     config, _ = load_config("eval.py:mini")
