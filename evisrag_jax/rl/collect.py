@@ -88,7 +88,8 @@ class Collector:
         stream: yields lists of `data.pipeline.Example` whose items are `Prepared`.
         rl: the run's settings.
         buckets: training shapes; P = rl.prompts, G = rl.group.
-        encode: plain text → ids, for scope_match "token_ids".
+        encode: text of a response → ids, for scope_match "token_ids" and step prompts: a tag that is one
+            token of a small vocabulary is that token.
         seed: of sampling.
         features: of the pages, for a frozen tower: engine and update then never run it.
         put: places the arrays of a batch on its devices, while responses are still being judged.

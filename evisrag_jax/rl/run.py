@@ -23,7 +23,7 @@ from evisrag_jax.data.sources import read_records
 from evisrag_jax.models.lora import add_adapters
 from evisrag_jax.pages.plan import resolve_budget
 from evisrag_jax.prompts.template import load_template
-from evisrag_jax.prompts.tokenizer import encode_plain
+from evisrag_jax.prompts.tokenizer import encode_response
 from evisrag_jax.rewards.gold import GoldError, gold_text
 from evisrag_jax.rl.collect import Collector
 from evisrag_jax.rl.config import RLConfigError, RLRunConfig
@@ -237,7 +237,7 @@ class RLRun:
             stream,
             self.rl,
             [config.bucket],
-            partial(encode_plain, self.pretrained.tokenizer),
+            partial(encode_response, self.pretrained.tokenizer),
             seed=config.seed,
             features=self.features,
             put=partial(put_batch, mesh=self.mesh),

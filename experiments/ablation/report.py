@@ -214,11 +214,12 @@ def figures(folder: Path, out: Mapping[str, Any], kept: Sequence[Mapping[str, An
         axes.plot([100 * v for v in a["by_seed"]], [y] * len(a["by_seed"]), "o", ms=3, color="#888")
         axes.plot(100 * a["mean"], y, "s", ms=6, color="#3465a4")
     axes.set_yticks(range(len(arms)), [arm["title"] for arm in reversed(arms.values())])
-    axes.set_xlabel("held-out accuracy, % (square: mean, line: 95 % interval, dots: seeds)")
+    axes.set_xlabel("held-out accuracy, %")
+    axes.set_title("mean, 95 % interval, and seeds (dots)", fontsize=9)
     axes.grid(axis="x", alpha=0.3)
     figure.savefig(folder / "accuracy.png", dpi=110)
 
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    figure = Figure(figsize=(9, 4.6), layout="constrained")
     left, right = figure.subplots(1, 2)
     for name in arms:
         mine = [one["curves"] for one in kept if one["arm"] == name]
@@ -236,5 +237,6 @@ def figures(folder: Path, out: Mapping[str, Any], kept: Sequence[Mapping[str, An
     left.set(xlabel="step", ylabel="answer reward of sampled responses")
     right.set(xlabel="step", ylabel="cosine, perception and derivation gradient")
     right.axhline(0, color="black", lw=0.6)
-    left.legend(fontsize=6)
+    handles, labels = left.get_legend_handles_labels()
+    figure.legend(handles, labels, fontsize=7, ncols=3, loc="outside lower center")
     figure.savefig(folder / "curves.png", dpi=110)

@@ -16,7 +16,6 @@ from evisrag_jax.prompts.template import load_template
 from evisrag_jax.prompts.tokenizer import (
     SpecialIds,
     decode_with_offsets,
-    encode_plain,
     encode_response,
     load_tokenizer,
 )
@@ -124,7 +123,7 @@ def collector(tok, item, rl, batches, *rounds, sizes=None, **more):
     stream = iter([[Example(r, item(r), 0, 0) for r in batch] for batch in batches])
     engine = Script(*rounds)
     bucket = tiny.bucket(prompts=rl.prompts, group=rl.group, response_length=T, **(sizes or {}))
-    encode = lambda text: encode_plain(tok, text)  # noqa: E731
+    encode = lambda text: encode_response(tok, text)  # noqa: E731
     return Collector(engine, stream, rl, [bucket], encode, seed=7, **more), engine
 
 
@@ -147,7 +146,7 @@ def test_rewards_and_masks_are_those_of_direct_calls(tok, item, records, groups,
     call = engine.calls[0]
     assert call["group"] == 3 and call["seed"] == 7 and call["params"] == "params"
     assert call["sampling"].temperature == rl.temperature and call["sampling"].max_tokens == T
-    tags = encode_tags(lambda text: encode_plain(tok, text))
+    tags = encode_tags(lambda text: encode_response(tok, text))
     for p, (record, group) in enumerate(zip(records[:2], groups, strict=True)):
         for g, done in enumerate(group):
             score = score_response(done.text, gold_text(record), done.length, rl.reward)
@@ -159,6 +158,8 @@ def test_rewards_and_masks_are_those_of_direct_calls(tok, item, records, groups,
                 done.text, done.offsets, row, done.length, mode=scope, match=match, tag_ids=tags
             )
             np.testing.assert_array_equal(got.masks[p, g], want)
+    # Whole tags are found either way; in this vocabulary each is a token.
+    assert got.metrics["scope/found_think"] == got.metrics["scope/found_evidence"] == 4 / 6
     names = rl.reward.channels
     means = {f"reward/{name}": got.rewards[..., c].mean() for c, name in enumerate(names)}
     means["reward/overall"] = got.rewards.sum(-1).mean()

@@ -6,7 +6,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from evisrag_jax.prompts.tokenizer import encode_plain
+from evisrag_jax.prompts.tokenizer import encode_response
 from evisrag_jax.rl import steps
 from evisrag_jax.rl.recipes import preset
 from tests.rl.test_collect import (  # noqa: F401, fixtures among them
@@ -71,7 +71,10 @@ def test_rows_of_both_steps(tok, item, records, complete, rl, source):
     base = item(records[0]).prompt
     prompts = got.groups.prompt
     if source == "gold":
-        behind = encode_plain(tok, records[0].response.split(steps.CLOSE)[0] + steps.CLOSE)
+        whole = encode_response(tok, records[0].response)
+        text = records[0].response.split(steps.CLOSE)[0] + steps.CLOSE
+        behind = whole[: len(encode_response(tok, text))]
+        assert tok.decode(behind[-1:]) == steps.CLOSE
     else:
         behind = steps.cut_at_evidence(other).ids
     n = len(base.ids)
