@@ -103,7 +103,8 @@ def check(context: Context, trajectory: Trajectory, max_tokens: int) -> Drop | N
 def answers_right(context: Context, text: str) -> bool:
     """Whether the answer section holds a gold answer, or, where the pages do not suffice, the refusal."""
     golds = context.question.answers if context.sufficient else (INSUFFICIENT,)
-    return any(exact(answer_of(text), gold) for gold in golds)
+    answer = answer_of(text)  # an empty one equals a gold answer of punctuation alone
+    return bool(answer) and any(exact(answer, gold) for gold in golds)
 
 
 def answer_of(text: str) -> str:

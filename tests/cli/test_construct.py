@@ -1,11 +1,13 @@
 """`evisrag construct`: generated questions and the bundled models' prompts; the responses are scripted."""
 
+import functools
 import json
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from evisrag_jax.cli import construct
 from evisrag_jax.cli.main import main
 from evisrag_jax.construction.teacher import LocalTeacher
 from evisrag_jax.data.miniworld import corpus, world
@@ -20,6 +22,9 @@ from tests.fake_server import FakeServer
 SMALL = ("--config.data.questions=14", "--config.sets.split.tolerance=0.2", "--noprogress")
 pytestmark = pytest.mark.usefixtures(quick_files.__name__)
 FILES = ("sft.jsonl", "grpo.jsonl", "dropped.jsonl", "report.json", "inspection.html")
+
+
+opened = functools.cache(construct.open_model)
 
 
 @pytest.fixture
@@ -47,6 +52,7 @@ def scripted(monkeypatch):
             on_reply(ask, Reply(text, 30, 40, 0.0, False))
 
     monkeypatch.setattr(LocalTeacher, "answer", answer)
+    monkeypatch.setattr(construct, "open_model", opened)
     return asked, lives
 
 

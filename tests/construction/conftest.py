@@ -1,21 +1,28 @@
 """Files without waiting for the disk: what a process leaves that dies is the same."""
 
 import os
+import sqlite3
 
 import pytest
 
-from evisrag_jax.runtime.request_cache import RequestCache
+
+class Unsynced(sqlite3.Connection):
+    """A connection that leaves it to the system when its file reaches the disk."""
+
+    def execute(self, sql, *args):
+        return super().execute("PRAGMA synchronous=OFF" if "synchronous" in sql else sql, *args)
 
 
 @pytest.fixture(scope="package", autouse=True)
 def quick_files():
-    start = RequestCache.__init__
+    connect = sqlite3.connect
 
-    def quick(self, path):
-        start(self, path)
-        self._db.execute("PRAGMA synchronous=OFF")
+    def quick(*args, **kwargs):
+        connection = connect(*args, factory=Unsynced, **kwargs)
+        connection.execute("PRAGMA synchronous=OFF")
+        return connection
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RequestCache, "__init__", quick)
+        patch.setattr(sqlite3, "connect", quick)
         patch.setattr(os, "fsync", lambda file: None)
         yield

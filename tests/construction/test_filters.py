@@ -125,6 +125,12 @@ def test_right_for_difficulty_looks_at_the_answer_alone():
     assert not answers_right(context(False), "<answer>42</answer>")
 
 
+def test_an_empty_answer_is_never_right():
+    (dash,) = make_contexts(question(answers=("-",)), ContextConfig(ks=(1,)))
+    assert not answers_right(dash, "<answer> </answer>") and not answers_right(dash, "no tags")
+    assert answers_right(dash, "<answer>-</answer>")
+
+
 def test_evidence_lines():
     assert evidence_lines(tagged([None, "a b", "No relevant information"], "x")) == (
         None,
