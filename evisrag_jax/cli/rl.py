@@ -8,7 +8,7 @@ from typing import Any
 from evisrag_jax.cli import processes
 from evisrag_jax.cli.config import ConfigError, parse, to_dataclass
 
-SUMMARY = "train with RS-GRPO (or plain GRPO) on rewards that reach the tokens they judge"
+SUMMARY = "train with RS-GRPO, or another recipe, on rewards that reach the tokens they judge"
 
 
 def run(argv: Sequence[str]) -> int:

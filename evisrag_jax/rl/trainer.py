@@ -230,7 +230,9 @@ def with_advantages(
         for g, sample in enumerate(row["samples"]):
             named = zip(rl.reward.channels, shown[p, g].tolist(), strict=True)
             sample["advantages"] = dict(named)
-            offsets = sample.pop("offsets")
+            offsets = sample.pop("offsets", None)
+            if offsets is None:  # an environment that keeps no text positions
+                continue
             n = len(offsets)
             sample["token_advantages"] = {
                 name: token_runs(values[p, g, z, :n], masks[p, g, z, :n], offsets)
