@@ -5,6 +5,8 @@ import sqlite3
 
 import pytest
 
+CONNECT = sqlite3.connect
+
 
 class Unsynced(sqlite3.Connection):
     """A connection that leaves it to the system when its file reaches the disk."""
@@ -13,12 +15,10 @@ class Unsynced(sqlite3.Connection):
         return super().execute("PRAGMA synchronous=OFF" if "synchronous" in sql else sql, *args)
 
 
-@pytest.fixture(scope="package", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def quick_files():
-    connect = sqlite3.connect
-
     def quick(*args, **kwargs):
-        connection = connect(*args, factory=Unsynced, **kwargs)
+        connection = CONNECT(*args, factory=Unsynced, **kwargs)
         connection.execute("PRAGMA synchronous=OFF")
         return connection
 
