@@ -86,12 +86,13 @@ def _words(page, size: tuple[int, int]) -> list[Word]:
 
     for index in range(text_page.count_chars()):
         char = chr(pdfium.FPDFText_GetUnicode(text_page, index))
-        if char in "\r\n":
+        # PDFium writes a word broken at a line's end as one, with a mark: two words, a line each.
+        if char in "\r\n" or pdfium.FPDFText_IsHyphen(text_page, index) == 1:
             finish()
-            line += char == "\n"
+            line += char != "\r"
         elif char.isspace():
             finish()
-        elif char.isprintable():  # not a mark of a broken word or a glyph without a letter
+        elif char.isprintable():  # a glyph without a letter is not
             box = _char_box(page, text_page, index, size)
             left, top = max(box[0], 0.0), max(box[1], 0.0)
             right, bottom = min(box[2], width), min(box[3], height)

@@ -12,8 +12,9 @@ A number's identity is exact:
     same             1,234 = 1234 = 1,234.0    .5 = 0.50    +5 = 5    −5 = -5    12 percent = 12%
     never the same   12 and 120    5 and -5    12 and 12k    320 and A320    7 and 007    3,14 and 314
 
-* A comma is a thousands separator in groups of three digits only (so are no-break and thin spaces);
-  other digits joined by commas and points (3,14 or 1.2.3) are the same only when written the same.
+* A comma is a thousands separator in groups of three digits only (so are no-break and thin spaces,
+  and plain ones in a text that is one number and nothing else: 10 085 207); other digits joined by
+  commas and points (3,14 or 1.2.3) are the same only when written the same.
 * A magnitude (k, m, mm, mn, b, bn, t, tn) written onto a number, and one or two letters right before
   it (Q3, FY19, CO2), belong to it; other letters (30km, 3rd) are letters. So does a minus sign that
   follows no word; a dash between numbers (10-20) separates them.
@@ -34,6 +35,7 @@ from typing import NamedTuple
 LETTER, LIGHT = 4, 1
 
 _SPACED_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:[\u00a0\u2007\u2009\u202f]\d{3})+(?!\d)")
+_SPACED_ALONE = re.compile(r"\W{0,2}\d{1,3}(?: \d{3})+(?:[.,]\d+)?\W{0,2}")
 _PERCENT_WORD = re.compile(r"(?<![^\W\d_])percent(?![^\W\d_])")
 _CURRENCY = "$€£¥₹"
 _NUMBER = re.compile(
@@ -65,9 +67,15 @@ class Symbol(NamedTuple):
     end: bool
 
 
+def join_groups(text: str) -> str:
+    """A text that is one number in groups of three digits, 10 085 207, with narrow no-break spaces
+    for plain ones, so that it stays one word; any other text unchanged."""
+    return text.replace(" ", "\u202f") if _SPACED_ALONE.fullmatch(text) else text
+
+
 def text_symbols(text: str) -> tuple[Symbol, ...]:
     """The symbols of a text of several words; empty for one of punctuation alone."""
-    text = _SPACED_THOUSANDS.sub(lambda m: re.sub(r"\D", "", m.group()), text)
+    text = _SPACED_THOUSANDS.sub(_digits, join_groups(text.strip()))
     return tuple(symbol for word in text.split() for symbol in word_symbols(word))
 
 
@@ -90,8 +98,9 @@ def word_symbols(word: str) -> tuple[Symbol, ...]:
             found.append((char, LETTER, False))
         elif char in "%\u2030" or unicodedata.category(char) == "Sc":
             found.append((char, LIGHT, False))
-        elif char in _BREAKS and not (
-            text[at - 1 : at].isdigit() and text[at + 1 : at + 2].isdigit()
+        elif char.isspace() or (
+            char in _BREAKS
+            and not (text[at - 1 : at].isdigit() and text[at + 1 : at + 2].isdigit())
         ):
             cuts.add(len(found))
         at += 1
@@ -102,14 +111,18 @@ def word_symbols(word: str) -> tuple[Symbol, ...]:
     )
 
 
+def _digits(match: re.Match[str]) -> str:
+    return re.sub(r"\D", "", match.group())
+
+
 def _plain_text(word: str) -> str:
     """NFKC and case folding, one kind of dash, no format characters, "percent" as its sign."""
-    word = _SPACED_THOUSANDS.sub(lambda m: re.sub(r"\D", "", m.group()), word)
+    word = _SPACED_THOUSANDS.sub(_digits, word)
     chars: list[str] = []
     for char in word:
         # NFKC would glue a footnote's mark or a fraction to the number before it: 45² is not 452.
         if unicodedata.category(char) == "No" and chars and chars[-1].isdigit():
-            chars.append(" ")
+            chars.append("'")  # counts for nothing, and is no break
         chars.append(char)
     text = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", "".join(chars)).casefold())
     kept = []

@@ -20,6 +20,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from evisrag_jax.pages.symbols import join_groups
+
 #: x, y, width, height in pixels, origin at the top left.
 PixelBox = tuple[float | int, float | int, float | int, float | int]
 
@@ -29,6 +31,9 @@ MAX_WORDS = 50_000
 #: How far a box may reach over the page's edge before it is refused, as a share of the longer side;
 #: recognisers overshoot by a pixel or two. What lies outside is cut off.
 SLACK = 0.01
+
+#: Width of a digit, of the height of its box, above which digits are set apart.
+_WIDEST_DIGIT = 0.8
 
 _TSV_COLUMNS = "level page_num block_num par_num line_num word_num left top width height conf text"
 _TSV_PAGE, _TSV_WORD = "1", "5"
@@ -57,7 +62,7 @@ class Word:
     """One word of a page.
 
     Attributes:
-        text: as written, without white space.
+        text: as written, without white space other than the spaces inside a number.
         box: [x, y, w, h] in pixels of the page image.
         line: number of its line on the page, or None where the source knows no lines.
     """
@@ -208,10 +213,14 @@ def split_entry(text: str, box: PixelBox, line: int | None) -> list[Word]:
     """The words of an entry; several share its box in proportion to their letters.
 
     Text taller than wide stands upright on the page, where that would be wrong: its words keep the
-    whole box. No-break and thin spaces do not split: they may belong to a number.
+    whole box. No-break and thin spaces do not split: they may belong to a number. Nor do the spaces
+    of an entry that is one number in groups of three digits (10 085 207), unless it is so wide that
+    it must be several numbers beside each other.
     """
-    pieces = [match for match in _PIECE.finditer(text) if match.group().strip()]
     x, y, w, h = box
+    if w <= _WIDEST_DIGIT * h * len(text):
+        text = join_groups(text.strip())
+    pieces = [match for match in _PIECE.finditer(text) if match.group().strip()]
     if len(pieces) < 2 or h > w:
         return [Word(piece.group(), box, line) for piece in pieces]
     step = w / len(text)

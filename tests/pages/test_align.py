@@ -34,6 +34,7 @@ SAME = [
     ("1\u202f234", "1,234"),
     ("12 percent", "12%"),
     ("30km", "30 km"),
+    ("1\u00a0234", "1234"),
     ("CO\u2082", "CO2"),
     ("4U9525", "4u9525"),
     ("3,14", "3,14"),
@@ -60,12 +61,19 @@ DIFFERENT = [
     ("45", "452"),
     ("452", "45\u00b2"),
     ("212", "2\u00bd"),
+    ("2", "2\u00bd"),
     ("12", "1 2"),
     ("120", "12 0"),
     ("2019", "2O19"),
     ("12345678901234567890123456789012", "12345678901234567890123456789013"),
 ]
-PART_OF_MORE = [("19", "COVID-19"), ("20", "10-20"), ("45", "10:45"), ("12", "12/31")]
+PART_OF_MORE = [
+    ("19", "COVID-19"),
+    ("20", "10-20"),
+    ("45", "10:45"),
+    ("12", "12/31"),
+    ("10", "10\u00b2"),
+]
 
 
 @pytest.mark.parametrize(("text", "on"), SAME)
@@ -102,6 +110,13 @@ def test_all_numbers_and_in_their_order():
     assert found("12 widgets", "see 12 of widgets now") == ["12 of widgets"]
 
 
+def test_groups_with_plain_spaces():
+    """Only a text that is nothing but the number is read so: "3 582 people" may be two numbers."""
+    assert found("10 085 207", "of 10,085,207 arrests") == ["10,085,207"]
+    assert found("3 582 people", "of 3582 people") == []
+    assert found("3 582 people", "of 3 582 people") == ["3 582 people"]
+
+
 def test_signs_and_currency_are_light():
     """The same writing wins; without it the bare number is found, at a score below 1."""
     assert found("12%", "12 of 12% and") == ["12%"]
@@ -126,6 +141,7 @@ def test_parts_of_a_word():
     assert found("150", "Fatalities:150") == ["Fatalities:150"]
     assert found("Paris", "City:Paris(France) x") == ["City:Paris(France)"]
     assert found("Paris", "Parisians live") == []
+    assert found("Paris", "of\u00a0Paris x") == ["of\u00a0Paris"]
 
 
 def test_fuzzy():

@@ -6,6 +6,7 @@ import pickle
 import pytest
 
 from evisrag_jax.pages import words as module
+from evisrag_jax.pages.align import align_words
 from evisrag_jax.pages.words import PageWords, Word, WordsError, read_tesseract, read_words
 
 ROW = {
@@ -58,6 +59,19 @@ def test_an_ocr_line_is_split_in_proportion(tmp_path):
     number = next(iter(read_words(write(tmp_path, [entry("1\u00a0234")])).values()))
     assert [word.text for word in number.words] == ["1\u00a0234"]
     assert next(iter(read_words(write(tmp_path, [entry(" \u00a0 ")])).values())).words == ()
+
+
+def test_a_number_in_groups_is_one_word(tmp_path):
+    """As statistics print it; several numbers far apart, and other texts, are split."""
+    texts = {"10 085 207": 100, "$ 1 385.95": 90, "100 200 300": 400, "in 10 085": 80, "12 0": 40}
+    entries = [{"text": t, "box": [10, 10, w, 16]} for t, w in texts.items()]
+    (page,) = read_words(write(tmp_path, [changed(width=500, words=entries)])).values()
+    assert [word.text for word in page.words] == [
+        *("10\u202f085\u202f207", "$\u202f1\u202f385.95", "100", "200", "300"),
+        *("in", "10", "085", "12", "0"),
+    ]
+    matches = [align_words(text, page.words) for text in ("10085207", "1,385.95", "207", "385.95")]
+    assert [[m.words for m in found] for found in matches] == [[(0,)], [(1,)], [], []]
 
 
 def test_boxes_are_cut_to_the_page_and_scale_with_it(tmp_path):
