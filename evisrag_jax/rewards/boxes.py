@@ -22,7 +22,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -243,6 +243,8 @@ def record_boxes(record: Record) -> PageBoxes:
 def gold_boxes(record: Record, frames: Sequence[Frame], units: str = "pixels") -> BoxGold:
     """A record's boxes, clipped to their pages; in cells every merged token that they cover, once.
 
+    They count in the picture as decoded: of a page that its EXIF orientation turns, in the upright one.
+
     Raises GoldError (`record_boxes`), and PageError for a box that lies outside its page.
     """
     found = record_boxes(record)
@@ -290,9 +292,7 @@ def covered_cells(box: Float64[np.ndarray, " 4"], frame: Frame) -> list[tuple[in
 def write_boxes(gold: BoxGold, units: str = "pixels") -> str:
     """The answer that `parse_boxes` reads as these boxes (pixels: rounded to whole resized ones), say, as
     a target of fine-tuning; several pages have a line each."""
-    write: Callable[[Sequence[np.ndarray], Frame], str] = (
-        _write_cells if units == "cells" else _write_pixels
-    )
+    write = _write_cells if units == "cells" else _write_pixels
     lines = []
     for page, frame in enumerate(gold.frames, start=1):
         own = gold.boxes.boxes[gold.boxes.page == page]
@@ -302,10 +302,10 @@ def write_boxes(gold: BoxGold, units: str = "pixels") -> str:
     return "\n".join(f"[{page}]: {line}" for page, line in enumerate(lines, start=1))
 
 
-def _write_pixels(boxes: Sequence[np.ndarray], frame: Frame) -> str:
+def _write_pixels(boxes: Float64[np.ndarray, "N 4"], frame: Frame) -> str:
     return json.dumps([[math.floor(n + 0.5) for n in box] for box in boxes])
 
 
-def _write_cells(boxes: Sequence[np.ndarray], frame: Frame) -> str:
+def _write_cells(boxes: Float64[np.ndarray, "N 4"], frame: Frame) -> str:
     middles = [((box[:2] + box[2:]) / 2 // frame.cell).astype(int) + 1 for box in boxes]
     return " , ".join(f"{column} {row}" for column, row in middles) or NO_EVIDENCE

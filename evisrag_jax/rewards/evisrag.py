@@ -120,7 +120,9 @@ class RewardConfig:
         if self.units not in UNITS:
             raise ValueError(f"units={self.units!r}; one of {', '.join(UNITS)}")
         if self.units != "pixels" and not self.reads_boxes:
-            raise ValueError(f"units={self.units!r}: kind {self.kind} {self.task} reads no boxes")
+            raise ValueError(
+                f"units={self.units!r} with kind={self.kind!r}, task={self.task!r}, which has no boxes"
+            )
         if tasks and self.mode == "code":
             raise ValueError(
                 f"mode='code': kind {self.kind} has no released channels; paper or strict"
