@@ -109,6 +109,7 @@ def test_points_are_paid_by_their_distance_inside_the_box():
     assert point_reward(points((10, 5), (10, 5)), gold) == 0.5
     two = on_page([[0, 0, 20, 10], [0, 20, 20, 30]])
     assert point_reward(points((10, 25), (15, 5)), two) == pytest.approx(0.75)
+    assert point_reward(points((10, 5)), on_page([[0, 0, 20, 10]], page=2)) == 0.0
     assert point_reward(points(), on_page(NONE)) == 1.0
 
 

@@ -177,6 +177,7 @@ def test_the_frame_of_a_prepared_page():
         ((60, 30, 84, 84), [(3, 2), (3, 3)]),
         ((0, 0, 112, 84), [(c, r) for r in (1, 2, 3) for c in (1, 2, 3, 4)]),
         ((110, 82, 112, 84), [(4, 3)]),
+        ((7, 7, 35, 35), [(1, 1)]),  # from a centre, included, to the next token's first, excluded
         ((7, 7, 7.5, 7.5), [(1, 1)]),
     ],
 )
