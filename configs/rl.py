@@ -3,6 +3,10 @@ published settings of RS-GRPO for a 7B checkpoint, as the paper and as the relea
 other recipe of `evisrag_jax.rl.recipes` (grpo, dapo, dr_grpo, gspo, papo, vppo, stepgrpo_r1vl, …) stands
 beside them under the same schedule, and as `rl.py:mini-RECIPE` at the mini model's scale.
 
+perception_r1 and vlm_r1 pay boxes, so their records need a field `boxes`, and they start from a model that
+writes a list of boxes: columns and rows of merged tokens at the mini model's scale (it has no numbers above
+99), pixels else.
+
     evisrag rl --config=configs/rl.py:mini --model mini-sft --data train.jsonl --out runs/rl
     evisrag rl --config=configs/rl.py:mini-dapo --model mini-sft --data train.jsonl --out runs/dapo
     evisrag rl --config=configs/rl.py:paper --model sft-checkpoint --data train.jsonl --out runs/rl
@@ -81,6 +85,8 @@ def _mini(name: str) -> ConfigDict:
     reward = dataclasses.replace(
         rl.reward, overlong_max=64, overlong_buffer=4, overlong_min=0 if name != "code" else 8
     )
+    if reward.reads_boxes:
+        reward = dataclasses.replace(reward, units="cells")
     rl = dataclasses.replace(
         rl,
         prompts=16,
@@ -123,9 +129,11 @@ def _full(name: str) -> ConfigDict:
         steps=0,
         epochs=16.0 if name == "code" else 4.0,
         save_every=10,
-        eval_every=10,
+        eval_every=0 if rl.reward.reads_boxes else 10,
         rollouts_every=1,
     )
+    if rl.reward.reads_boxes:
+        config.data.template = "boxes_think" if "think" in rl.reward.sections else "boxes"
     config.data.budget = "grpo"
     config.mesh.fsdp = -1
     config.mesh.data = 1

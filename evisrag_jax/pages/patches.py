@@ -60,6 +60,7 @@ class PagePatches:
             are equal and one is kept. Masked slots are zero.
         mask, rowcol, merged_index: see ``WindowLayout``.
         grid: rows and columns of the page in patches.
+        size: width and height of the decoded picture in pixels, before the resize.
         content_hash: SHA-256 (hex) over the decoded picture's size and RGB bytes, before the
             resize. Features of a page depend on ``(content_hash, grid)`` and on the tower.
     """
@@ -69,6 +70,7 @@ class PagePatches:
     rowcol: Int32[np.ndarray, "W S 2"]
     merged_index: Int32[np.ndarray, " M"]
     grid: tuple[int, int]
+    size: tuple[int, int]
     content_hash: str
 
 
@@ -189,6 +191,7 @@ def make_patches(
         rowcol=order.rowcol,
         merged_index=order.merged_index,
         grid=(plan.rows, plan.cols),
+        size=image.size,
         content_hash=digest.hexdigest(),
     )
 

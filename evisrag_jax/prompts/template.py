@@ -3,8 +3,8 @@
 A template is a UTF-8 text file in which ``{question}`` stands for the question, and in the later calls of
 a method with several ``{notes}`` for what earlier ones wrote; every other brace is literal. Named
 templates ship with the package: ``evidence_cot`` asks for the four tagged sections (EVisRAG section 9),
-``mini`` is the bare question that the mini model is trained on, and the others are those of
-``evisrag_jax.methods``.
+``mini`` is the bare question that the mini model is trained on, ``boxes`` and ``boxes_think`` ask for the
+places on the pages that answer it, and the others are those of ``evisrag_jax.methods``.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ NOTES = "{notes}"
 NAMES = (
     *("evidence_cot", "evidence_cot_one_shot", "generic_cot", "direct", "mini"),
     *("cocot", "ccot", "ddcot", "ccot_graph", "ccot_answer"),
+    *("boxes", "boxes_think"),
     *("ddcot_split", "ddcot_look", "ddcot_join"),
 )
 

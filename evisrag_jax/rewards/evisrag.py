@@ -5,7 +5,10 @@
     paper    perception derivation format                               EVisRAG eq. 11, 12, 13
     strict   the same three, judged as a reader would                   this project
 
-and, as `kind="r1vl"` in any of the modes, StepGRPO's correct, steps and validity (`rewards.steps`).
+and, as another `kind`:
+
+    r1vl                      correct steps validity      StepGRPO (`rewards.steps`), in any of the modes
+    perception_r1, vlm_r1     match format                boxes in the answer (`rewards.box_rewards`)
 
 A response has the tagged form
 
@@ -23,12 +26,16 @@ from dataclasses import dataclass
 
 from evisrag_jax.prompts.sections import NO_EVIDENCE, TAGS, evidence_records
 from evisrag_jax.rewards import text as matching
+from evisrag_jax.rewards.box_rewards import TASKS, box_score, edit_reward
+from evisrag_jax.rewards.boxes import UNITS, BoxGold, answer_region
 from evisrag_jax.rewards.gold import GoldError, check_gold
 from evisrag_jax.rewards.steps import KEY_STEP_WEIGHT, exact_answer, key_steps
 
 CODE_CHANNELS = ("accuracy", "evidence", "format", "overlong", "isObserve", "isThink")
 PAPER_CHANNELS = ("perception", "derivation", "format")
 STEP_CHANNELS = ("correct", "steps", "validity")
+BOX_CHANNELS = ("match", "format")
+KINDS = ("evisrag", "r1vl", *TASKS)
 
 _MARK = re.compile(r"\[([0-9]{1,6})\]:")
 _RELEASED_RECORDS = 6  # the release reads records 1..6 and divides only if one of them is missing
@@ -47,8 +54,12 @@ class RewardConfig:
     strip           outer white space is allowed by the format; None = by mode (strict only)
     answer_block    which of several answer blocks counts: "first", "last", or "single" (a response
                     with several scores 0); None = by mode (strict: single, else first)
-    kind            "evisrag" or "r1vl"
-    sections        tags, in order, that the format demands; ("think", "answer") without perception
+    kind            "evisrag", "r1vl", "perception_r1" or "vlm_r1"
+    sections        tags, in order, that the format demands; ("think", "answer") without perception. Of
+                    boxes also (): the response is the list
+    task            perception_r1: "box", "point", "count" or "text"; vlm_r1: "map" or "weighted", for
+                    records with several boxes. "" is the first, and all that other kinds have
+    units           of written boxes: "pixels" or "cells" (`rewards.boxes`)
     length_penalty  paper, strict: a further channel "overlong" (DAPO's soft penalty with overlong_min 0)
     unpaid          channels that are measured and logged, but count neither in an advantage nor in the
                     group filter
@@ -64,6 +75,8 @@ class RewardConfig:
     answer_block: str | None = None
     kind: str = "evisrag"
     sections: tuple[str, ...] = TAGS
+    task: str = ""
+    units: str = "pixels"
     length_penalty: bool = False
     unpaid: tuple[str, ...] = ()
 
@@ -82,24 +95,49 @@ class RewardConfig:
             raise ValueError(f"max_records={self.max_records}; at least 1, or None for all")
         if self.answer_block not in (None, "first", "last", "single"):
             raise ValueError(f"answer_block={self.answer_block!r}; first, last, single or None")
-        if self.kind not in ("evisrag", "r1vl"):
-            raise ValueError(f"kind={self.kind!r}; evisrag or r1vl")
+        if self.kind not in KINDS:
+            raise ValueError(f"kind={self.kind!r}; one of {', '.join(KINDS)}")
         ordered = tuple(tag for tag in TAGS if tag in self.sections)
-        if self.sections != ordered or "answer" not in ordered:
+        bare = self.kind in TASKS and not self.sections
+        if self.sections != ordered or not ("answer" in ordered or bare):
             raise ValueError(f"sections={self.sections!r}; of {TAGS}, in order, with answer")
-        if self.length_penalty and (self.mode == "code" or self.kind == "r1vl"):
+        if self.length_penalty and (self.mode == "code" or self.kind != "evisrag"):
             raise ValueError(
-                "length_penalty: mode code has an overlong channel, kind r1vl has none"
+                f"length_penalty: mode code has an overlong channel, kind {self.kind} has none"
             )
+        self._check_boxes()
         unknown = set(self.unpaid) - set(self.channels)
         if unknown or not self.paid:
             raise ValueError(
                 f"unpaid={self.unpaid!r}; some, and not all, of {', '.join(self.channels)}"
             )
 
+    def _check_boxes(self) -> None:
+        tasks = TASKS.get(self.kind, ())
+        if self.task and self.task not in tasks:
+            known = f"one of {', '.join(tasks)}" if tasks else "which has no tasks"
+            raise ValueError(f"task={self.task!r} of kind {self.kind}; {known}")
+        if self.units not in UNITS:
+            raise ValueError(f"units={self.units!r}; one of {', '.join(UNITS)}")
+        if self.units != "pixels" and not self.reads_boxes:
+            raise ValueError(
+                f"units={self.units!r} with kind={self.kind!r}, task={self.task!r}, which has no boxes"
+            )
+        if tasks and self.mode == "code":
+            raise ValueError(
+                f"mode='code': kind {self.kind} has no released channels; paper or strict"
+            )
+
+    @property
+    def reads_boxes(self) -> bool:
+        """Whether responses hold boxes or points, and gold is a `boxes.BoxGold`."""
+        return self.kind in TASKS and self.task != "text"
+
     @property
     def channels(self) -> tuple[str, ...]:
         """Channel names in array order."""
+        if self.kind in TASKS:
+            return BOX_CHANNELS
         if self.kind == "r1vl":
             return STEP_CHANNELS
         if self.mode == "code":
@@ -133,7 +171,7 @@ class RewardConfig:
 
 
 def score_response(
-    response: str, gold: str | Sequence[str], length: int, config: RewardConfig
+    response: str, gold: str | Sequence[str] | BoxGold, length: int, config: RewardConfig
 ) -> dict[str, float]:
     """The channel values of one response, in the order of `config.channels`.
 
@@ -141,11 +179,19 @@ def score_response(
       response: decoded text without special tokens.
       gold: tagged gold text (`gold_text`). Several `<answer>` blocks, or a sequence of gold texts,
         mean "any of": the best score counts (paper, strict). "code" reads the first block only and
-        refuses a sequence, as the release knows one gold string.
+        refuses a sequence, as the release knows one gold string. Of boxes it is a `BoxGold`
+        (`boxes.gold_boxes`).
       length: response tokens including the end token (code: the overlong channel).
 
-    Raises GoldError when the gold has no `<answer>` or no `<evidence>`.
+    Raises GoldError when the gold has no `<answer>` or no `<evidence>`, or is not of that kind.
     """
+    if isinstance(gold, BoxGold) != config.reads_boxes:
+        wanted = "boxes" if config.reads_boxes else "a tagged text"
+        raise GoldError(
+            f"kind {config.kind} compares with {wanted}, not with {type(gold).__name__}"
+        )
+    if isinstance(gold, BoxGold):
+        return _match(response, gold, config)
     if isinstance(gold, Sequence) and not isinstance(gold, str):
         if config.mode == "code" or not gold:
             raise GoldError(
@@ -154,6 +200,8 @@ def score_response(
         scores = [score_response(response, one, length, config) for one in gold]
         return {name: max(score[name] for score in scores) for name in config.channels}
     check_gold(gold)
+    if config.kind in TASKS:
+        return _match(response, matching.extract_tags("answer", gold), config)
     layout = format_score(response, strip=config.strips, sections=config.sections)
     if config.kind == "r1vl":
         return {
@@ -176,6 +224,23 @@ def score_response(
         "isObserve": observe_penalty(response),
         "isThink": think_penalty(response),
     }
+
+
+def _match(response: str, gold: BoxGold | Sequence[str], config: RewardConfig) -> dict[str, float]:
+    """Boxes, points or a text against their gold; the format is the layout and a list that can be read."""
+    region = answer_region(response, config.answers_from, tagged="answer" in config.sections)
+    if isinstance(gold, BoxGold):
+        match, readable = box_score(
+            region, gold, config.task or TASKS[config.kind][0], config.units
+        )
+    else:
+        match, readable = 0.0 if region is None else edit_reward(region, gold), region is not None
+    layout = (
+        format_score(response, strip=config.strips, sections=config.sections)
+        if config.sections
+        else 1.0
+    )
+    return {"match": match, "format": layout * readable}
 
 
 def overall(scores: Mapping[str, float]) -> float:

@@ -29,8 +29,10 @@ from jaxtyping import Bool, Float32, UInt32
 from evisrag_jax.data.pipeline import RecordStream
 from evisrag_jax.data.schema import Record
 from evisrag_jax.pages.patches import ImageArrays, stack_pages
+from evisrag_jax.pages.plan import VisionLayout
 from evisrag_jax.prompts.sections import TAGS, parse_sections
-from evisrag_jax.rewards.evisrag import score_response
+from evisrag_jax.rewards.boxes import BoxGold, Frame, gold_boxes
+from evisrag_jax.rewards.evisrag import CODE_CHANNELS, RewardConfig, score_response
 from evisrag_jax.rewards.gold import gold_text
 from evisrag_jax.rl import scopes, steps, surplus
 from evisrag_jax.rl.advantages import occurrence_ids
@@ -115,7 +117,7 @@ class Collector:
         self.sampling = SamplingConfig(
             temperature=rl.temperature, top_p=rl.top_p, max_tokens=rl.max_tokens
         )
-        self.scope_mode = "code" if rl.reward.mode == "code" else "paper"
+        self.scope_mode = "code" if rl.reward.channels == CODE_CHANNELS else "paper"
         self._encode = encode
         self._carried: list[Judged] = []
         self.tag_ids = scopes.encode_tags(encode) if rl.scope_match == "token_ids" else None
@@ -285,7 +287,7 @@ class Collector:
     ) -> tuple[Judged, tuple[float, float]]:
         """The judged group, and when that was done."""
         begin = time.perf_counter()
-        gold = gold_text(item.record)
+        gold = gold_of(item, self.rl.reward, self.engine.layout)
         rewards, masks, found = [], [], []
         for done in completions:
             scores = score_response(done.text, gold, done.length, self.rl.reward)
@@ -390,6 +392,17 @@ class Collector:
             tokens=bucket.tokens,
             layout=self.engine.layout,
         )
+
+
+def gold_of(item: Prepared, reward: RewardConfig, layout: VisionLayout) -> str | BoxGold:
+    """What the responses to a record are compared with.
+
+    Raises GoldError for a record without it, naming it, and PageError for a box outside its page.
+    """
+    if not reward.reads_boxes:
+        return gold_text(item.record)
+    frames = [Frame.of(page, layout) for page in item.pages]
+    return gold_boxes(item.record, frames, reward.units)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from evisrag_jax.models.lora import LoraConfig
 from evisrag_jax.models.remat import check_remat
-from evisrag_jax.rewards.evisrag import RewardConfig
+from evisrag_jax.rewards.evisrag import BOX_CHANNELS, RewardConfig
 from evisrag_jax.rl.filter import FilterConfig
 from evisrag_jax.rl.losses import PolicyLossConfig
 from evisrag_jax.rl.masked import MaskedConfig
@@ -232,6 +232,17 @@ class RLRunConfig:
             raise RLConfigError(
                 f"eval_every={self.eval_every} needs data.validation, a file of held-out questions "
                 "(eval_every=0 leaves validation out)"
+            )
+        reward = self.rl.reward
+        if self.eval_every and reward.reads_boxes:
+            raise RLConfigError(
+                f"eval_every={self.eval_every}: validation reads answers as text, but "
+                f"rl.reward.kind={reward.kind!r} pays boxes"
+            )
+        if self.interference_every and reward.channels == BOX_CHANNELS:
+            raise RLConfigError(
+                f"interference_every={self.interference_every} compares a perception and a derivation "
+                f"channel; rl.reward.kind={reward.kind!r} has {', '.join(reward.channels)}"
             )
         if self.rl.masked.active and not self.images:
             raise RLConfigError(f"rl.masked.share={self.rl.masked.share} needs pages, but images=0")

@@ -4,7 +4,7 @@ metric                     of what was sampled, before filter and masks
 reward/C_std               standard deviation over all responses
 reward/C_flat              share of groups in which all responses have one value: no signal
 reward/C_low, _high        share of responses at the channel's lowest, highest value
-rollout/exact              share of answers equal to a gold one (strict)
+rollout/exact              share of answers equal to a gold one (strict); not where boxes are paid
 rollout/soft_credit        mean answer channel (as a share of its bound) less `exact`: credit for answers
                            that are near, or that only look right
 rollout/all_no_info        responses with evidence records that all say "no relevant information"
@@ -82,8 +82,10 @@ def response_metrics(
     out = {
         "rollout/all_no_info": float(((bits & ALL_NO_INFO) > 0).mean()),
         "rollout/empty_sections": float(((bits & EMPTY) > 0).mean()),
-        "rollout/exact": float(exact.mean()),
     }
+    if reward.reads_boxes:
+        return out
+    out["rollout/exact"] = float(exact.mean())
     for name, which in (("right", exact), ("wrong", ~exact)):
         if which.any():
             out[f"rollout/length_{name}"] = float(length[which].mean())

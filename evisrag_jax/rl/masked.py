@@ -96,6 +96,16 @@ def dependency(logp: Float[Array, "*B T"], masked: Float[Array, "*B T"]) -> Floa
     return kl_penalty(logp, masked, "low_var_kl")
 
 
+def top_tokens(
+    v: Float[Array, "*B T"], response: Bool[Array, "*B T"], top: float
+) -> Bool[Array, "*B T"]:
+    """The ⌈top · n⌉ tokens of largest v of each response of n tokens, the earlier one of equals."""
+    order = jnp.argsort(jnp.where(response, -v, jnp.inf), axis=-1, stable=True)
+    rank = jnp.argsort(order, axis=-1)
+    # A share times a whole number that should be whole may come out a hair above it.
+    return rank < jnp.ceil(top * jnp.sum(response, -1) - 1e-4)[..., None]
+
+
 def focus(
     values: Float[Array, "P G Z T"],
     masks: Bool[Array, "P G Z T"],
@@ -105,7 +115,7 @@ def focus(
 ) -> tuple[Float[Array, "P G Z T"], Bool[Array, "P G Z T"]]:
     """VPPO's advantages and masks: those of the tokens that lean on the pages most.
 
-    top: the ⌈top · n⌉ tokens of largest v of each response of n tokens, the earlier one of equals.
+    top: the tokens of `top_tokens`.
     factor_low: f = low + u · (high - low), u the response's mean v between the smallest (0) and largest
     (1) of the batch, high = low + (1 - low) / mean u, so that the mean of f is 1. Where all are equal
     f = 1.
@@ -113,10 +123,7 @@ def focus(
     v = jnp.where(response, jax.lax.stop_gradient(v), 0.0)
     count = jnp.sum(response, -1)
     if config.top:
-        order = jnp.argsort(jnp.where(response, -v, jnp.inf), axis=-1, stable=True)
-        rank = jnp.argsort(order, axis=-1)
-        # A share times a whole number that should be whole may come out a hair above it.
-        keep = rank < jnp.ceil(config.top * count - 1e-4)[..., None]
+        keep = top_tokens(v, response, config.top)
         masks = masks & keep[:, :, None]
         values = jnp.where(keep[:, :, None], values, 0.0)
     if config.factor_low:

@@ -11,6 +11,8 @@
     rloo               as grpo                        leave-one-out     as grpo
     stepgrpo_r1vl      right, key steps, layout       one a response    as grpo, G 4, T 1.2
     stepgrpo_router    a group a step, its reward     one a response    as grpo
+    perception_r1      IoU of boxes + format          one a response    as grpo, no thinking
+    vlm_r1             IoU or mAP + format            one a response    as grpo, thinks first
     papo               as dapo, no filter             one a response    - γ KL to blackened pages, entropies
     vppo               as dapo                        shaped            the 40 % tokens that see most
 
@@ -85,6 +87,14 @@ def _stepgrpo_r1vl() -> RLConfig:
     return _grpo(reward=RewardConfig(kind="r1vl"), group=4, temperature=1.2)
 
 
+def _perception_r1() -> RLConfig:
+    return _grpo(reward=RewardConfig(kind="perception_r1", sections=("answer",)))
+
+
+def _vlm_r1() -> RLConfig:
+    return _grpo(reward=RewardConfig(kind="vlm_r1", sections=("think", "answer")))
+
+
 def _papo() -> RLConfig:
     """DAPO's form of PAPO, 7B: γ 0.01, both entropies 0.03, 60 % of the patches black, no filter."""
     return _dapo(
@@ -113,6 +123,8 @@ RECIPES: dict[str, Callable[[], RLConfig]] = {
     "rloo": lambda: _grpo(estimator="rloo"),
     "stepgrpo_r1vl": _stepgrpo_r1vl,
     "stepgrpo_router": lambda: _grpo(step_prompts="gold"),
+    "perception_r1": _perception_r1,
+    "vlm_r1": _vlm_r1,
     "papo": _papo,
     "vppo": _vppo,
 }

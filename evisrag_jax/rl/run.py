@@ -24,8 +24,9 @@ from evisrag_jax.models.lora import add_adapters
 from evisrag_jax.pages.plan import resolve_budget
 from evisrag_jax.prompts.template import load_template
 from evisrag_jax.prompts.tokenizer import encode_response
+from evisrag_jax.rewards.boxes import record_boxes
 from evisrag_jax.rewards.gold import GoldError, gold_text
-from evisrag_jax.rl.collect import Collector
+from evisrag_jax.rl.collect import Collector, gold_of
 from evisrag_jax.rl.config import RLConfigError, RLRunConfig
 from evisrag_jax.rl.passes import UpdateConfig, hold_reference
 from evisrag_jax.rl.trainer import fit_rl
@@ -37,7 +38,7 @@ from evisrag_jax.runtime import processes
 from evisrag_jax.runtime.checkpoints import Checkpoints
 from evisrag_jax.runtime.precision import default_precision, parse_dtype
 from evisrag_jax.runtime.run_folder import RunFolder
-from evisrag_jax.training.batching import Limits, check_divides, prepare, put_batch
+from evisrag_jax.training.batching import Limits, Prepared, check_divides, prepare, put_batch
 from evisrag_jax.training.export import export, export_adapter
 from evisrag_jax.training.feature_cache import for_run as features_for
 from evisrag_jax.training.layout import SamplingLayout
@@ -153,18 +154,21 @@ class RLRun:
             image_root=data.image_root or None,
             on_error=lambda e: refuse(str(e.id or f"row {e.row}"), e.kind, str(e)),
         )
-        usable = []
+        boxed = self.config.rl.reward.reads_boxes
+        usable, first = [], ""
         for record in records:
             try:
-                gold_text(record)
+                record_boxes(record) if boxed else gold_text(record)
             except GoldError as error:
                 refuse(record.id, "no_gold", str(error))
+                first = first or str(error)
             else:
                 usable.append(record)
         if not usable:
             raise RLConfigError(
-                f"{data.path}: none of its {len(records)} readable records has gold answers and "
-                "evidence to reward"
+                f"{data.path}: none of its {len(records)} readable records has "
+                f"{'boxes' if boxed else 'gold answers and evidence'} to reward"
+                + (f" ({first})" if first else "")
             )
         return usable
 
@@ -197,7 +201,7 @@ class RLRun:
         return RecordStream(
             self.records,
             partial(
-                prepare,
+                self._prepare,
                 tokenizer=self.pretrained.tokenizer,
                 template=self.template,
                 layout=self.pretrained.layout,
@@ -218,6 +222,13 @@ class RLRun:
             read=ReadSettings(data.threads, max(data.ahead, data.threads, own)),
             rejected=Rejected(self.folder.rejected_by(jax.process_index())),
         )
+
+    def _prepare(self, record: Record, **settings: Any) -> Prepared:
+        """`prepare`, which also refuses a record whose boxes do not lie on its pages."""
+        item = prepare(record, **settings)
+        if self.rl.reward.reads_boxes:
+            gold_of(item, self.rl.reward, self.pretrained.layout)
+        return item
 
     def counters(self) -> dict[str, float]:
         """What the caches of this process did so far."""

@@ -1,6 +1,6 @@
 """Prepared pages, so that the host never prepares the same page twice.
 
-    path ─► what is known of the page (grid, content hash): kept for the whole run, a few bytes each
+    path ─► what is known of the page (grid, size, content hash): kept for the whole run, a few bytes each
          └► its patches: kept within a bound, prepared again only if wanted after they had to go
 
 A page whose features are known (`training.feature_cache`) is never asked for its patches, so from the
@@ -28,7 +28,7 @@ class CachedPage(PagePatches):
     """A page of a cache. `patches` are loaded when first read and then held by this object."""
 
     def __init__(self, page: PagePatches, load: Callable[[], PagePatches]):
-        for name in ("mask", "rowcol", "merged_index", "grid", "content_hash"):
+        for name in ("mask", "rowcol", "merged_index", "grid", "size", "content_hash"):
             object.__setattr__(self, name, getattr(page, name))
         object.__setattr__(self, "_load", load)
 

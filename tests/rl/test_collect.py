@@ -19,12 +19,14 @@ from evisrag_jax.prompts.tokenizer import (
     encode_response,
     load_tokenizer,
 )
+from evisrag_jax.rewards.boxes import write_boxes
 from evisrag_jax.rewards.evisrag import RewardConfig, score_response
-from evisrag_jax.rewards.gold import gold_text
-from evisrag_jax.rl.collect import Collector
+from evisrag_jax.rewards.gold import GoldError, gold_text
+from evisrag_jax.rl.collect import Collector, gold_of
 from evisrag_jax.rl.config import RLConfig
 from evisrag_jax.rl.filter import FilterConfig
 from evisrag_jax.rl.losses import PolicyLossConfig
+from evisrag_jax.rl.recipes import preset
 from evisrag_jax.rl.scopes import encode_tags, scope_masks
 from evisrag_jax.rollout.engine import Engine
 from evisrag_jax.rollout.requests import Completion
@@ -166,6 +168,43 @@ def test_rewards_and_masks_are_those_of_direct_calls(tok, item, records, groups,
     means["reward/group_spread"] = np.ptp(got.rewards.sum(-1), axis=1).mean()
     assert {k: got.metrics[k] for k in means} == pytest.approx(means, rel=1e-6)
     assert got.metrics["reward/group_spread"] > 0 and got.valid.all() and got.trained.all()
+
+
+@pytest.mark.parametrize("kind", ["perception_r1", "vlm_r1"])
+def test_boxes_are_rewarded_where_they_lie_on_the_pages(tok, item, records, complete, kind):
+    """Cells of the mini world's pages, 5 x 4 tokens each. Right is "2 2 , 3 2" on the second page; half of
+    it is paid 1/2 as IoU and 51/101 as AP, the right cells of another page nothing. Every token has the one
+    scalar."""
+    reward = preset(kind, reward=RewardConfig(kind=kind, units="cells")).reward
+    rl = config(estimator="grpo", reward=reward)
+    boxed = [dataclasses.replace(r, boxes=((), ((30.0, 30.0, 50.0, 20.0),), ())) for r in records]
+    right = write_boxes(gold_of(item(boxed[0]), reward, LAYOUT), "cells")
+    assert right.split("\n")[1] == "[2]: 2 2 , 3 2"
+    begin = "<observe>a</observe> <evidence>b</evidence> <think>c</think> <answer>\n"
+    lists = (right, "[2]: 2 2", "[1]: 2 2 , 3 2")
+    group = [complete(f"{begin}{text}\n</answer>") for text in lists]
+    got = collector(tok, item, rl, [boxed[:2]], [group, group])[0](None, 1)
+    half = 1 / 2 if kind == "perception_r1" else 51 / 101
+    np.testing.assert_allclose(got.rewards, [[[1, 1], [half, 1], [0, 1]]] * 2, rtol=1e-6)
+    for g, done in enumerate(group):
+        assert (got.masks[0, g] == (np.arange(T) < done.length)).all()
+    assert got.metrics["reward/format"] == 1.0 and got.metrics["reward/match_high"] == 1 / 3
+    assert "rollout/exact" not in got.metrics and "rollout/length_right" not in got.metrics
+
+
+def test_a_record_without_boxes_is_named(tok, item, records, groups):
+    rl = config(estimator="grpo", reward=RewardConfig(kind="vlm_r1"))
+    bare = [dataclasses.replace(records[0], boxes=None), records[1]]
+    with pytest.raises(GoldError, match=f"record '{records[0].id}': has no boxes"):
+        collector(tok, item, rl, [bare], groups)[0](None, 1)
+
+
+def test_step_rewards_of_the_released_text_mode_pay_the_whole_response(tok, item, records, groups):
+    """StepGRPO's channels have no spans of the released six."""
+    rl = config(estimator="grpo", reward=RewardConfig(kind="r1vl", mode="code"))
+    got = collector(tok, item, rl, [records[:2]], groups)[0](None, 1)
+    assert got.masks[0, 0].sum() == 3 * groups[0][0].length
+    assert got.rewards[0, 0, 0] == 1.0
 
 
 def test_b43_the_sampled_ids_are_trained_on(tok, item, records, groups, complete):

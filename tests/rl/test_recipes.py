@@ -129,9 +129,10 @@ def test_loss_and_gradient_equal_torch(gradient, recipe):
 
 
 def test_every_recipe_is_compared_somewhere():
-    """code: tests/rl/test_policy_loss_golden.py; StepGRPO: rewards and rows of its own, GRPO's loss."""
-    assert set(RECIPES) == {*COMPARED, "code", "stepgrpo_r1vl", "stepgrpo_router"}
-    for name in ("stepgrpo_r1vl", "stepgrpo_router"):
+    """code: tests/rl/test_policy_loss_golden.py; the others: rewards and rows of their own, GRPO's loss."""
+    own = ("stepgrpo_r1vl", "stepgrpo_router", "perception_r1", "vlm_r1")
+    assert set(RECIPES) == {*COMPARED, "code", *own}
+    for name in own:
         rl = preset(name)
         assert rl.loss == preset("grpo").loss and rl.estimator == "grpo"
 
