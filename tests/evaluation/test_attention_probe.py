@@ -13,14 +13,16 @@ import pytest
 import torch
 
 from evisrag_jax.evaluation.attention_probe import (
-    attention_correlations,
     attention_sums,
-    chosen_layers,
     compile_sums,
     probe_attention,
+    visual_tokens,
+)
+from evisrag_jax.evaluation.attention_ratios import (
+    attention_correlations,
+    chosen_layers,
     scope_attention,
     summarise_attention,
-    visual_tokens,
 )
 from evisrag_jax.models.qwen25vl import model
 from evisrag_jax.runtime.mesh import make_mesh
