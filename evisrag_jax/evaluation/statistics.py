@@ -87,7 +87,7 @@ def bootstrap(
     table = _table(runs, ids)
     draws = _resampled_means([table], resamples, level, seed)[0]
     means = table.mean(1)
-    low, high = _percentiles(draws, level)
+    low, high = percentiles(draws, level)
     return Interval(
         mean=float(table.mean()),
         low=low,
@@ -117,7 +117,7 @@ def paired_difference(
     draws = first - second
     # Means of the same values summed in another order must count as a tie.
     draws = np.where(np.abs(draws) < 1e-12, 0.0, draws)
-    low, high = _percentiles(draws, level)
+    low, high = percentiles(draws, level)
     return Difference(
         difference=float(mine.mean() - theirs.mean()),
         low=low,
@@ -177,7 +177,8 @@ def _resampled_means(
     return [np.concatenate(part) for part in parts]
 
 
-def _percentiles(draws: np.ndarray, level: float) -> tuple[float, float]:
+def percentiles(draws: Float64[np.ndarray, " N"], level: float) -> tuple[float, float]:
+    """The interval of `level` (inside (0, 1)) that leaves equal shares of the draws on both sides."""
     tail = 100 * (1 - level) / 2
     low, high = np.percentile(draws, (tail, 100 - tail))
     return float(low), float(high)

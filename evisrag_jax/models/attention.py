@@ -116,6 +116,28 @@ def group_attention(
     return checkpoint_name(out, "attention")
 
 
+def group_attention_mass(
+    q: Float[Array, "P G T N H"],
+    prefix_k: Float[Array, "P L K H"],
+    lengths: Int[Array, " P"],
+    suffix_k: Float[Array, "P G T K H"],
+    key_sets: Bool[Array, "P sets L"],
+) -> Float[Array, "P G T sets"]:
+    """What the softmax of `group_attention` gives to each set of a prompt's keys, its mean over heads.
+
+    A row's sum over all keys, its own response's included, is 1. Float32 whatever the dtype of q; a
+    block's weights are contracted at once, so that no map is kept.
+    """
+    sets = key_sets.astype(jnp.float32)
+
+    def contract(weights):
+        on_prompt = jnp.mean(weights[..., : prefix_k.shape[1]], axis=(1, 3))  # over K and R
+        highest = jax.lax.Precision.HIGHEST
+        return jnp.einsum("pgbl,psl->pgbs", on_prompt, sets, precision=highest)
+
+    return _over_group_weights(contract, q, prefix_k, lengths, suffix_k)
+
+
 def masked_attention(
     q: Float[Array, "B S N H"],
     k: Float[Array, "B S N H"],
@@ -187,9 +209,29 @@ def _group(
     suffix_k: Array,
     suffix_v: Array,
 ) -> Array:
+    prefix_v = prefix_v.transpose(0, 2, 1, 3)  # P K L H
+    suffix_v = suffix_v.transpose(0, 3, 1, 2, 4)  # P K G T H
+
+    def attend(weights):
+        P, K, G, R, B, _ = weights.shape
+        over_prefix, over_suffix = jnp.split(weights.astype(q.dtype), [prefix_k.shape[1]], axis=-1)
+        over_prefix = over_prefix.reshape(P, K, G * R * B, -1)
+        over_suffix = over_suffix.reshape(P, K, G, R * B, -1)
+        out = jnp.einsum("pkql,pklh->pkqh", over_prefix, prefix_v).reshape(P, K, G, R * B, -1)
+        out = out + jnp.einsum("pkgqt,pkgth->pkgqh", over_suffix, suffix_v)
+        out = out.reshape(P, K, G, R, B, -1).transpose(0, 2, 4, 1, 3, 5)
+        return out.reshape(P, G, B, K * R, -1)
+
+    return _over_group_weights(attend, q, prefix_k, lengths, suffix_k)
+
+
+def _over_group_weights(
+    use: Callable[[Array], Array], q: Array, prefix_k: Array, lengths: Array, suffix_k: Array
+) -> Array:
+    """`use` of a block of rows' weights, float32 [P, K, G, R, B, L + T] → [P, G, B, …], for all T rows."""
     L, K, T = prefix_k.shape[1], prefix_k.shape[2], suffix_k.shape[2]
-    prefix_k, prefix_v = (a.transpose(0, 2, 1, 3) for a in (prefix_k, prefix_v))  # P K L H
-    suffix_k, suffix_v = (a.transpose(0, 3, 1, 2, 4) for a in (suffix_k, suffix_v))  # P K G T H
+    prefix_k = prefix_k.transpose(0, 2, 1, 3)  # P K L H
+    suffix_k = suffix_k.transpose(0, 3, 1, 2, 4)  # P K G T H
     in_prompt = (jnp.arange(L)[None] < lengths[:, None])[:, None, None, None, None, :]
 
     def attend(block, start):
@@ -216,12 +258,7 @@ def _group(
             -1,
         )
         scores = jnp.concatenate([to_prefix, to_suffix], -1) * H**-0.5
-        weights = _softmax(scores, seen).astype(q.dtype)
-        over_prefix = weights[..., :L].reshape(P, K, -1, L)
-        over_suffix = weights[..., L:].reshape(P, K, G, -1, T)
-        out = jnp.einsum("pkql,pklh->pkqh", over_prefix, prefix_v).reshape(queries.shape)
-        out = out + jnp.einsum("pkgqt,pkgth->pkgqh", over_suffix, suffix_v).reshape(out.shape)
-        return out.transpose(0, 2, 4, 1, 3, 5).reshape(P, G, B, N, H)
+        return use(_softmax(scores, seen))
 
     # A block's scores are those of all G responses.
     return _by_query_block(attend, q, axis=2, size=max(1, QUERY_BLOCK // q.shape[1]))

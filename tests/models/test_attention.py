@@ -166,6 +166,24 @@ def test_equals_the_definition_at_several_blocks(name, implementation):
     np.testing.assert_allclose(out, reference(*arrays), rtol=TOLERANCE, atol=TOLERANCE)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("group")])
+def test_group_mass_is_attention_over_indicators(name, dtype, blocks):
+    """Values that are 1 on a set of the prompt's keys and 0 elsewhere make the output the set's mass; the
+    mean over heads against the float64 definition, to 1e-5, of bfloat16 numbers too."""
+    q, prefix_k, _, lengths, own_k, own_v = CASES[name][2]
+    q, prefix_k, own_k = (jnp.asarray(a, dtype) for a in (q, prefix_k, own_k))
+    P, L = prefix_k.shape[:2]
+    sets = np.random.default_rng(6).random((P, 3, L)) < 0.4
+    mass = jax.jit(attention.group_attention_mass)(q, prefix_k, lengths, own_k, sets)
+    assert mass.dtype == jnp.float32
+    values = np.zeros(prefix_k.shape)
+    values[..., :3] = sets.transpose(0, 2, 1)[:, :, None]
+    exact = [np.asarray(a, np.float32) for a in (q, prefix_k, own_k)]
+    expected = group_reference(*exact[:2], values, lengths, exact[2], np.zeros_like(own_v))
+    np.testing.assert_allclose(mass, expected.mean(3)[..., :3], rtol=0, atol=TOLERANCE)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_equal_the_batched_ones(name, blocks):
     function, _, arrays, wanted, rows = CASES[name]

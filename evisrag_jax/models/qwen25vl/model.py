@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from evisrag_jax.models.qwen25vl import text as decoder
 from evisrag_jax.models.qwen25vl import vision as tower
@@ -148,6 +148,22 @@ def extend(
     """Hidden states of response tokens (text only) against one prefill a prompt."""
     x = embed(params, tokens)
     return decoder.extend(params["text"], config.text, x, positions, lengths, prefix, remat=remat)
+
+
+def attention_mass(
+    params: Params,
+    config: Qwen25VLConfig,
+    tokens: Int[Array, "P G T"],
+    positions: Int[Array, "P G T"],
+    lengths: Int[Array, " P"],
+    prefix: KV,
+    key_sets: Bool[Array, "P sets L"],
+) -> Float[Array, "layers P G T sets"]:
+    """Attention mass of each layer and response token on sets of prompt tokens; arguments as `extend`."""
+    x = embed(params, tokens)
+    return decoder.attention_mass(
+        params["text"], config.text, x, positions, lengths, prefix, key_sets
+    )
 
 
 def last_hidden(hidden: Float[Array, "P L D"], lengths: Int[Array, " P"]) -> Float[Array, "P D"]:

@@ -1,7 +1,8 @@
 """The decoder: one layer declared in Linen, and the two passes that share it.
 
 `prefill` runs right-padded prompts and returns their keys and values once a prompt; `extend` runs G
-given responses a prompt against them (training, scoring). Sampling token by token is `decode`.
+given responses a prompt against them (training, scoring), and `attention_mass` watches where those
+look. Sampling token by token is `decode`.
 """
 
 from __future__ import annotations
@@ -13,9 +14,13 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from evisrag_jax.models.attention import causal_attention, group_attention
+from evisrag_jax.models.attention import (
+    causal_attention,
+    group_attention,
+    group_attention_mass,
+)
 from evisrag_jax.models.layers import (
     Embedding,
     Linear,
@@ -156,6 +161,31 @@ def extend(
     xs = (prefix.k, prefix.v)
     x, _ = _run_layers(config, params["layers"], x, angles, xs, attend, remat=remat)
     return RMSNorm(config.eps).apply({"params": params["norm"]}, x)
+
+
+def attention_mass(
+    params: dict,
+    config: TextConfig,
+    x: Float[Array, "P G T D"],
+    positions: Int[Array, "P G T"],
+    lengths: Int[Array, " P"],
+    prefix: KV,
+    key_sets: Bool[Array, "P sets L"],
+) -> Float[Array, "layers P G T sets"]:
+    """The layers of `extend`, and what each gives to sets of prompt tokens: attention mass of every
+    response token's own row, mean over heads, float32. No map leaves a layer."""
+
+    def attend(cache):
+        def both(q, k, v):
+            out = group_attention(q, *cache, lengths, k, v)
+            return out, group_attention_mass(q, cache[0], lengths, k, key_sets)
+
+        return both
+
+    angles = text_angles(positions, config)
+    xs = (prefix.k, prefix.v)
+    _, mass = _run_layers(config, params["layers"], x, angles, xs, attend, remat="none")
+    return mass
 
 
 def head_logits(params: dict, config: TextConfig, hidden: Float[Array, "*B D"]) -> Array:
