@@ -129,7 +129,7 @@ def evaluate_run(
     compiles = CompileCounter()
     with RunFolder(out) as folder:
         resumed = any(file.stat().st_size for file in out.glob("predictions.jsonl*"))
-        path = config.data.path or str(_generated(out / "data", config.data, fresh=not resumed))
+        path = config.data.path or str(generated(out / "data", config.data, fresh=not resumed))
         records, refused = read_set(path, config.data.image_root)
         pretrained = open_model(config.model)
         method = make_method(config.method, pretrained, on_error="record")
@@ -178,7 +178,7 @@ def evaluate_run(
     return summary
 
 
-def _generated(folder: Path, data: EvalData, *, fresh: bool) -> Path:
+def generated(folder: Path, data: EvalData, *, fresh: bool) -> Path:
     """The mini-world set of these settings; equal settings write equal bytes."""
     from evisrag_jax.data.miniworld.files import write_dataset
 

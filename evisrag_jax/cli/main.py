@@ -23,6 +23,7 @@ ORDER = (
     "ask",
     "eval",
     "judge",
+    "probe",
     "construct",
     "sft",
     "rl",

@@ -33,9 +33,10 @@ def box_tokens(
             and cut at its edge; one that lies outside or has no area selects nothing.
         size: width and height of the original page, in pixels.
         grid: rows and columns of the resized page in patches.
-        rule: "centre", a token with a patch whose centre is in the box (without one the token under
-            the box's middle), or "overlap", a token at least half of which is in the box (without one
-            that with the largest part).
+        rule: "centre", a token with a patch whose centre is in the box; where none is, as in a line of
+            text thinner than a patch, the box counts on that axis for the token under its middle.
+            "overlap", a token at least half of which is in the box; where none is, those that are half
+            in it on one axis and hold the largest part of it on the other.
 
     Raises ValueError for another rule or boxes that are not four finite numbers each.
     """
@@ -63,12 +64,12 @@ def _centres(low: np.ndarray, high: np.ndarray, shape: tuple[int, int], merge: i
     for axis, count in ((1, shape[0]), (0, shape[1])):
         centres = np.arange(count * merge) + 0.5
         inside = (centres >= low[axis]) & (centres < high[axis])
-        hit.append(inside.reshape(count, merge).any(1))
-    tokens = hit[0][:, None] & hit[1][None]
-    if not tokens.any():
-        col, row = np.minimum((low + high) / 2 // merge, [shape[1] - 1, shape[0] - 1]).astype(int)
-        tokens[row, col] = True
-    return tokens
+        own = inside.reshape(count, merge).any(1)
+        if not own.any():
+            middle = (low[axis] + high[axis]) / 2 // merge
+            own[min(int(middle), count - 1)] = True
+        hit.append(own)
+    return hit[0][:, None] & hit[1][None]
 
 
 def _overlaps(low: np.ndarray, high: np.ndarray, shape: tuple[int, int], merge: int) -> np.ndarray:
@@ -78,10 +79,10 @@ def _overlaps(low: np.ndarray, high: np.ndarray, shape: tuple[int, int], merge: 
         edge = np.arange(count + 1) * merge
         part = np.minimum(edge[1:], high[axis]) - np.maximum(edge[:-1], low[axis])
         parts.append(np.clip(part, 0, None) / merge)
-    share = parts[0][:, None] * parts[1][None]
-    tokens = share >= 0.5
+    tokens = parts[0][:, None] * parts[1][None] >= 0.5
     if not tokens.any():
-        tokens[np.unravel_index(np.argmax(share), shape)] = True
+        down, across = (np.where(p.max() >= 0.5, p >= 0.5, p == p.max()) for p in parts)
+        tokens = down[:, None] & across[None]
     return tokens
 
 

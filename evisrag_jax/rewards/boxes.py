@@ -32,6 +32,7 @@ from evisrag_jax.data.schema import Record
 from evisrag_jax.pages.decode import PageError
 from evisrag_jax.pages.patches import PagePatches
 from evisrag_jax.pages.plan import VisionLayout
+from evisrag_jax.pages.regions import box_tokens
 from evisrag_jax.prompts.sections import NO_EVIDENCE
 from evisrag_jax.rewards import text as matching
 from evisrag_jax.rewards.gold import GoldError
@@ -272,21 +273,11 @@ def gold_boxes(record: Record, frames: Sequence[Frame], units: str = "pixels") -
 
 
 def covered_cells(box: Float64[np.ndarray, " 4"], frame: Frame) -> list[tuple[int, int]]:
-    """(column, row) from 1 of the merged tokens that a box selects: those with a patch whose centre is in
-    it, or, of a box without one, the token under its middle (CED spec 1.3)."""
-    rows, cols = frame.grid
-    x1, y1, x2, y2 = box / np.tile(frame.scale, 2)
-
-    def axis(count: int, low: float, high: float) -> list[int]:
-        centres = (np.arange(count) + 0.5) * frame.patch
-        hit = np.flatnonzero((centres >= low) & (centres < high)) // frame.merge
-        return sorted(set(hit.tolist()))
-
-    columns, lines = axis(cols, x1, x2), axis(rows, y1, y2)
-    if not columns or not lines:
-        columns = [min(int((x1 + x2) / 2 / frame.cell), cols // frame.merge - 1)]
-        lines = [min(int((y1 + y2) / 2 / frame.cell), rows // frame.merge - 1)]
-    return [(column + 1, line + 1) for line in lines for column in columns]
+    """(column, row) from 1 of the merged tokens that a box [x1, y1, x2, y2] selects, in reading order
+    (rule "centre" of `pages.regions.box_tokens`)."""
+    x1, y1, x2, y2 = box.tolist()
+    tokens = box_tokens([[x1, y1, x2 - x1, y2 - y1]], frame.size, frame.grid, merge=frame.merge)
+    return [(int(column) + 1, int(row) + 1) for row, column in np.argwhere(tokens)]
 
 
 def write_boxes(gold: BoxGold, units: str = "pixels") -> str:

@@ -24,10 +24,11 @@ def cells(tokens):
     [
         ([28, 28, 28, 28], [(1, 1)], [(1, 1)]),  # one token exactly
         ([20, 20, 40, 40], [(0, 0), (0, 1), (1, 0), (1, 1)], [(1, 1)]),  # centres 21, 35, 49
-        ([22, 30, 12, 20], [(1, 1)], [(1, 0)]),  # between the centres 21 and 35; a tie
+        ([22, 30, 11, 20], [(1, 0)], [(1, 0)]),  # between the centres 21 and 35
         ([30, 30, 3, 3], [(1, 1)], [(1, 1)]),  # no patch centre, little of the cell: its middle
         ([55, 2, 4, 4], [(0, 2)], [(0, 2)]),  # over an edge, more of it to the right
         ([-50, -50, 60, 60], [(0, 0)], [(0, 0)]),  # cut at the corner
+        ([4, 66, 76, 10], [(2, 0), (2, 1), (2, 2)], [(2, 0), (2, 1), (2, 2)]),  # thinner than a patch
         ([0, 0, 112, 84], "all", "all"),
         ([-10, -10, 500, 500], "all", "all"),
         ([112, 10, 20, 20], [], []),  # outside
@@ -51,12 +52,11 @@ def test_centre_rule_against_every_patch():
         x1, x2 = (np.clip(v * 112 / 331, 0, 112) for v in (x, x + w))
         y1, y2 = (np.clip(v * 84 / 190, 0, 84) for v in (y, y + h))
         wanted = np.zeros((3, 4), bool)
-        for row in range(6):
-            for col in range(8):
-                inside = x1 <= col * 14 + 7 < x2 and y1 <= row * 14 + 7 < y2
-                wanted[row // 2, col // 2] |= inside
-        if x2 > x1 and y2 > y1 and not wanted.any():
-            wanted[min(int((y1 + y2) / 56), 2), min(int((x1 + x2) / 56), 3)] = True
+        down = [row for row in range(6) if y1 <= row * 14 + 7 < y2]
+        across = [col for col in range(8) if x1 <= col * 14 + 7 < x2]
+        for row in down or [min((y1 + y2) // 28, 5)]:
+            for col in across or [min((x1 + x2) // 28, 7)]:
+                wanted[int(row) // 2, int(col) // 2] = x2 > x1 and y2 > y1
         assert (box_tokens([[x, y, w, h]], size, GRID) == wanted).all()
 
 

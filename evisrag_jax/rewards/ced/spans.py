@@ -5,11 +5,13 @@ Source: CED spec 1.4, 1.9.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from jaxtyping import Bool, Integer
 
-from evisrag_jax.prompts.sections import evidence_records, find_section
-from evisrag_jax.prompts.spans import char_span_to_tokens
+from evisrag_jax.prompts.sections import NO_EVIDENCE, evidence_records, find_section
+from evisrag_jax.prompts.spans import char_span_to_tokens, char_to_token
 
 
 def scope_tokens(
@@ -40,6 +42,31 @@ def record_tokens(
         start = text.index(":", record.start) + 1
         out[record.index] = _inner(text, offsets, start, record.end)
     return out
+
+
+def relevant_tokens(
+    text: str, offsets: Integer[np.ndarray, "T 2"], pages: Sequence[int]
+) -> Bool[np.ndarray, " T"]:
+    """Tokens of the records of these pages, counted from 1, that hold evidence: a line that says there is
+    none is never audited (CED spec 1.9)."""
+    out = np.zeros(len(offsets), bool)
+    texts = {record.index: record.text for record in evidence_records(text)}
+    for index, own in record_tokens(text, offsets).items():
+        if index in pages and texts[index] != NO_EVIDENCE:
+            out |= own
+    return out
+
+
+def isolated_answer(
+    text: str, offsets: Integer[np.ndarray, "T 2"]
+) -> tuple[int, Bool[np.ndarray, " T"]]:
+    """(first token of `<answer>`, tokens of the answer's text): what is left of a response whose answer is
+    scored right behind the prompt. (T, nothing) without an answer."""
+    section = find_section(text, "answer")
+    span = scope_tokens(text, offsets, "answer")
+    if section is None or not span.any():
+        return len(offsets), np.zeros(len(offsets), bool)
+    return char_to_token(offsets, section.start), span
 
 
 def _inner(

@@ -1,0 +1,140 @@
+"""Audits of groups of responses: from records with evidence boxes to drops and margins.
+
+    record, pages ─evidence_grids─► tokens of the evidence ─draw_controls─► K controls
+    G responses, their scored spans ─intervention_logps─► supports ─► Audit (drops, z, m)
+
+A prompt without evidence boxes, and a response without a scored token, is not audited: m = 0, and
+`audited` says so. Source: CED spec 1.2, 1.3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from jaxtyping import Bool, Float
+
+from evisrag_jax.data.schema import Record
+from evisrag_jax.models.qwen25vl.config import Qwen25VLConfig
+from evisrag_jax.pages.patches import PagePatches
+from evisrag_jax.pages.plan import VisionLayout
+from evisrag_jax.pages.regions import Grid, box_tokens
+from evisrag_jax.rewards.ced import reward
+from evisrag_jax.rewards.ced.config import CedConfig, RegionConfig
+from evisrag_jax.rewards.ced.controls import draw_controls
+from evisrag_jax.rewards.ced.neutralise import make_regions
+from evisrag_jax.rewards.ced.scoring import intervention_logps
+from evisrag_jax.runtime.host_random import text_hash
+from evisrag_jax.training.forward import GroupBatch
+
+Boxes = Sequence[Sequence[Sequence[float | int]]]  # of each image, [x, y, w, h] in original pixels
+
+
+@dataclass(frozen=True, eq=False)
+class Audit:
+    """What the interventions did to P groups of G responses, in nats a token.
+
+    support: with the pages as they are.  evidence, controls: drops.  z, gap, m: see `reward`, 0 where
+    not audited.  audited: there is a region and a scored token.  degenerate: controls smaller than the
+    evidence, which is over half of a page.
+    """
+
+    support: Float[np.ndarray, "P G"]
+    evidence: Float[np.ndarray, "P G"]
+    controls: Float[np.ndarray, "P G K"]
+    z: Float[np.ndarray, "P G"]
+    gap: Float[np.ndarray, "P G"]
+    m: Float[np.ndarray, "P G"]
+    audited: Bool[np.ndarray, "P G"]
+    degenerate: Bool[np.ndarray, " P"]
+
+
+def evidence_grids(
+    boxes: Boxes | None, pages: Sequence[PagePatches], layout: VisionLayout, rule: str = "centre"
+) -> tuple[Grid, ...]:
+    """Tokens of the evidence on each page; empty where a page, or the record, has no boxes."""
+    own = [()] * len(pages) if boxes is None else boxes
+    return tuple(
+        box_tokens(one, page.size, page.grid, rule=rule, merge=layout.merge)
+        for one, page in zip(own, pages, strict=True)
+    )
+
+
+def audit_groups(
+    params: dict,
+    model: Qwen25VLConfig,
+    batch: GroupBatch,
+    evidence: Sequence[tuple[Grid, ...]],
+    ids: Sequence[str],
+    spans: Bool[np.ndarray, "P G T"],
+    config: CedConfig,
+    *,
+    images: int,
+    seed: int = 0,
+) -> Audit:
+    """Audits the first len(ids) prompts of a batch.
+
+    Args:
+        params: in the compute dtype, on the devices of the batch.
+        batch: P prompts, padding rows included.
+        evidence: tokens of each prompt's proposed region; an empty one is not audited.
+        ids: of the samples: controls and noise depend on them.
+        spans: tokens whose mean log-prob is the support.
+        images: pages a prompt in the batch's arrays.
+    """
+    P = batch.tokens.shape[0]
+    options: RegionConfig = config.region
+    regions, degenerate = [], np.zeros(P, bool)
+    for p, (own, name) in enumerate(zip(evidence, ids, strict=True)):
+        controls = draw_controls(own, name, options, seed=seed)
+        regions.append([own, *controls.regions])
+        degenerate[p] = controls.degenerate
+    while len(regions) < P or not regions:
+        regions.append([])
+    # Every prompt has 1 + K regions, so that the program does not depend on the data.
+    empty = [()] * (1 + options.controls)
+    regions = [[*one, *empty][: 1 + options.controls] for one in regions]
+    if batch.features is not None:
+        tokens = batch.features.shape[1] // images
+    else:
+        tokens = batch.images.merged_index.shape[-1]
+    arrays = make_regions(regions, images, tokens, options)
+    salts = np.zeros(P, np.uint32)
+    salts[: len(ids)] = [text_hash(f"{seed} {name}") for name in ids]
+    logp = intervention_logps(params, model, batch, arrays, salts, neutraliser=options.neutraliser)
+    return read_audit(np.asarray(jax.device_get(logp)), arrays.inside, spans, degenerate, config)
+
+
+def read_audit(
+    logp: Float[np.ndarray, "V P G T"],
+    inside: Bool[np.ndarray, "P R I M"],
+    spans: Bool[np.ndarray, "P G T"],
+    degenerate: Bool[np.ndarray, " P"],
+    config: CedConfig,
+) -> Audit:
+    """Drops and margins from the log-probs of `scoring.intervention_logps`, the evidence first."""
+    held = np.stack([reward.support(one, spans) for one in logp])
+    drops = np.moveaxis(held[:1] - held[1:], 0, -1)
+    evidence, controls = drops[..., 0], drops[..., 1:]
+    audited = inside[:, 0].any((-2, -1))[:, None] & spans.any(-1)
+
+    def where(values: np.ndarray) -> np.ndarray:
+        return np.where(audited, values, 0.0)
+
+    return Audit(
+        support=held[0],
+        evidence=where(evidence),
+        controls=np.where(audited[..., None], controls, 0.0),
+        z=where(reward.z_score(evidence, controls, config)),
+        gap=where(reward.raw_gap(evidence, controls, config)),
+        m=where(reward.margin(evidence, controls, config)),
+        audited=audited,
+        degenerate=degenerate,
+    )
+
+
+def record_boxes(record: Record) -> Boxes | None:
+    """The record's evidence boxes, or None where it has none at all."""
+    return record.boxes if record.boxes and any(record.boxes) else None
