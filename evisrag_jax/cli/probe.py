@@ -1,69 +1,54 @@
-"""``evisrag probe ced``: whether responses depend on their evidence regions more than on others.
+"""``evisrag probe ced`` and ``evisrag probe attention``: what responses depend on, and where they look.
 
-    questions with boxes ─G responses each─► interventions ─► OUT/ced.jsonl ─► OUT/summary.json, OUT/ced.png
+    questions with boxes ─G responses each─┬─ interventions ─► OUT/ced.jsonl ─────► summary.json, ced.png
+                                           └─ attention ─────► OUT/attention.jsonl ─► …, attention.png
 
-Started again with the same config it goes on behind the questions that ced.jsonl holds.
+Started again with the same config a probe goes on behind the questions that its rows hold.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from evisrag_jax.cli.config import ConfigError, parse, to_dataclass
-from evisrag_jax.cli.eval import EvalData, generated
-from evisrag_jax.cli.session import (
-    Answering,
-    Model,
-    SessionError,
-    make_engine,
-    make_method,
-    open_model,
-    read_set,
-)
-from evisrag_jax.rewards.ced.config import CedConfig
+from evisrag_jax.cli.eval import generated
+from evisrag_jax.cli.probing import ProbeConfig, asker, with_boxes
+from evisrag_jax.cli.session import SessionError, open_model, read_set
 
-SUMMARY = "probe what answers depend on: `probe ced`, evidence regions against others"
-KINDS = ("ced",)
-ROWS = "ced.jsonl"
+SUMMARY = "what answers depend on (`probe ced`) and where they look (`probe attention`)"
 
 
 @dataclass(frozen=True)
-class CedProbeConfig:
-    """One probe; the fields of configs/probe_ced.py.
+class CedProbeConfig(ProbeConfig):
+    """The fields of configs/probe_ced.py.  blindfold: also on uniform pages.  perturb: also moved, scaled
+    and random regions.  pictures: questions whose masked tokens are drawn into OUT/regions."""
 
-    prompts, pages, windows, tokens, prompt_length: the one shape of a batch (pages a prompt, windows and
-    merged tokens a page).  group: responses a question.  scope: what is scored, see
-    `evaluation.ced_probe.scored_tokens`.  blindfold: also on uniform pages.  perturb: also moved, scaled
-    and random regions.  pictures: questions whose masked tokens are drawn into OUT/regions.
-    """
-
-    model: Model
-    data: EvalData
-    prompts: int
-    pages: int
-    windows: int
-    tokens: int
-    prompt_length: int
-    method: Answering = field(default_factory=Answering)
-    group: int = 6
-    scope: str = "records"
     blindfold: bool = True
     perturb: bool = True
     pictures: int = 3
-    ced: CedConfig = field(default_factory=CedConfig)
 
     def __post_init__(self) -> None:
-        from evisrag_jax.evaluation.ced_probe import SCOPES
+        super().__post_init__()
+        if self.pictures < 0:
+            raise SessionError(f"pictures={self.pictures} must not be negative")
 
-        if self.scope not in SCOPES:
-            raise SessionError(f"scope={self.scope!r}; one of {', '.join(SCOPES)}")
-        if self.group < 1 or self.pictures < 0:
-            raise SessionError(
-                f"group={self.group} must be at least 1, pictures={self.pictures} not negative"
-            )
+
+@dataclass(frozen=True)
+class AttentionProbeConfig(ProbeConfig):
+    """The fields of configs/probe_attention.py.  row: "own", the query of a token, or "predicting", of the
+    one before.  layers: to average over, none for the last half.  sections: scopes beside "all"."""
+
+    row: str = "own"
+    layers: tuple[int, ...] = ()
+    sections: tuple[str, ...] = ("observe", "evidence", "think", "answer")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.row not in ("own", "predicting"):
+            raise SessionError(f"row={self.row!r}; own or predicting")
 
 
 def run(argv: Sequence[str]) -> int:
@@ -72,22 +57,19 @@ def run(argv: Sequence[str]) -> int:
     kind = words.pop(0) if words and not words[0].startswith("-") else None
     parsed = parse(
         words,
-        command="probe ced",
+        command=f"probe {kind or 'ced'}",
         summary=SUMMARY,
         usage="[--data FILE] --out DIR",
-        default_config="probe_ced.py:mini",
+        default_config=f"probe_{kind if kind in KINDS else 'ced'}.py:mini",
         define=_flags,
     )
     if kind not in KINDS or parsed.args:
         raise ConfigError(f"probe takes one of {', '.join(KINDS)} and then flags; got {kind!r}")
     if parsed.out is None:
-        raise ConfigError("probe ced needs --out DIR, the folder for rows, summary and figure")
+        raise ConfigError(f"probe {kind} needs --out DIR, the folder for rows, summary and figure")
     if parsed.flags.data is not None:
         parsed.config.data.path = parsed.flags.data
-    summary = probe_ced(to_dataclass(parsed.config, CedProbeConfig), parsed.out)
-    from evisrag_jax.reporting.ced import format_table
-
-    print(format_table(summary))
+    print(KINDS[kind](parsed.config, parsed.out))
     return 0
 
 
@@ -97,82 +79,132 @@ def _flags(values: Any) -> None:
     flags.DEFINE_string("data", None, "short for --config.data.path", flag_values=values)
 
 
+def _ced(config: Any, out: Path) -> str:
+    from evisrag_jax.reporting.ced import format_table
+
+    return format_table(probe_ced(to_dataclass(config, CedProbeConfig), out))
+
+
+def _attention(config: Any, out: Path) -> str:
+    from evisrag_jax.reporting.attention import format_table
+
+    return format_table(probe_attention(to_dataclass(config, AttentionProbeConfig), out))
+
+
+KINDS: dict[str, Callable[[Any, Path], str]] = {"ced": _ced, "attention": _attention}
+
+
 def probe_ced(config: CedProbeConfig, out: Path) -> dict[str, Any]:
-    """One probe into the folder `out`; returns its summary.
+    """One probe of interventions into the folder `out`; returns its summary.
 
     Raises:
         SessionError: a set without a question that has evidence boxes.
         RunFolderError: the folder holds rows of another config; lists the differences.
     """
-    from rich.progress import Progress
-
     from evisrag_jax.evaluation.ced_probe import BLINDFOLD, probe_batch, summarise_probe
     from evisrag_jax.evaluation.proposals import NAMES
     from evisrag_jax.reporting.ced import draw_figure
+
+    names = (*(NAMES if config.perturb else NAMES[:2]), *(BLINDFOLD,) * config.blindfold)
+
+    def measure(part: list[Any], pretrained: Any, first: int) -> list[dict[str, Any]]:
+        if first < config.pictures:
+            _draw(part[: config.pictures - first], pretrained, config, out / "regions")
+        return probe_batch(
+            pretrained.params,
+            pretrained.config,
+            part,
+            config.bucket,
+            pretrained.layout,
+            config.ced,
+            config.scope,
+            names,
+        )
+
+    def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
+        return summarise_probe(rows, config.ced)
+
+    summary = _probe(config, out, "ced", measure, summarise)
+    draw_figure(summary, out / "ced.png")
+    return summary
+
+
+def probe_attention(config: AttentionProbeConfig, out: Path) -> dict[str, Any]:
+    """One probe of attention into the folder `out`, with the counterfactual margins of the same responses
+    to correlate with; returns its summary. Raises as `probe_ced`."""
+    from evisrag_jax.evaluation.attention_rows import attention_batch, summarise_attention_rows
+    from evisrag_jax.evaluation.ced_probe import probe_batch
+    from evisrag_jax.reporting.attention import draw_figure
+
+    def measure(part: list[Any], pretrained: Any, first: int) -> list[dict[str, Any]]:
+        model = (pretrained.params, pretrained.config)
+        shape = (config.bucket, pretrained.layout)
+        rows = probe_batch(*model, part, *shape, config.ced, config.scope, ("evidence",))
+        return attention_batch(
+            *model,
+            part,
+            rows,
+            *shape,
+            config.ced.region.rule,
+            sections=config.sections,
+            row=config.row,
+            layers=config.layers or None,
+        )
+
+    summary = _probe(config, out, "attention", measure, summarise_attention_rows)
+    draw_figure(summary, out / "attention.png")
+    return summary
+
+
+def _probe(
+    config: ProbeConfig,
+    out: Path,
+    kind: str,
+    measure: Callable[[list[Any], Any, int], list[dict[str, Any]]],
+    summarise: Callable[[list[dict[str, Any]]], dict[str, Any]],
+) -> dict[str, Any]:
+    """Rows of the questions that the folder lacks, then the summary of all."""
+    from rich.progress import Progress
+
     from evisrag_jax.runtime.compile_cache import enable_compile_cache
     from evisrag_jax.runtime.json_files import dump_row, read_jsonl
     from evisrag_jax.runtime.run_folder import RunFolder
-    from evisrag_jax.training.batching import Bucket
 
     enable_compile_cache()
-    bucket = Bucket(
-        prompts=config.prompts,
-        images=config.pages,
-        windows=config.windows,
-        tokens=config.tokens,
-        prompt_length=config.prompt_length,
-        group=config.group,
-        response_length=config.method.sampling.max_tokens,
-    )
     with RunFolder(out) as folder:
-        path, rows = out / ROWS, []
+        path, rows = out / f"{kind}.jsonl", []
         resumed = path.is_file()
         if resumed:
             rows = list(read_jsonl(path))
         data = config.data.path or str(generated(out / "data", config.data, fresh=not resumed))
         records, _ = read_set(data, config.data.image_root)
         folder.start(config, resume=resumed, may_differ=("data.limit", "pictures"))
+        boxed = with_boxes(records, data)
+        chosen = boxed[: config.data.limit or None]
         known = {row["id"] for row in rows}
-        chosen = [record for record in records if record.boxes and any(record.boxes)]
-        if not chosen:
-            raise SessionError(f"{data}: none of its {len(records)} questions has evidence boxes")
-        chosen = chosen[: config.data.limit or None]
         waiting = [record for record in chosen if record.id not in known]
-        names = (*(NAMES if config.perturb else NAMES[:2]), *(BLINDFOLD,) * config.blindfold)
-        pretrained = open_model(config.model)
-        ask = _asker(config, pretrained)
+        if waiting:
+            pretrained = open_model(config.model)
+            ask = asker(config, pretrained)
         with path.open("a", encoding="utf-8") as file, Progress(transient=True) as bar:
             task = bar.add_task("probing", total=len(waiting))
             for start in range(0, len(waiting), config.prompts):
                 part = ask(waiting[start : start + config.prompts])
-                new = probe_batch(
-                    pretrained.params,
-                    pretrained.config,
-                    part,
-                    bucket,
-                    pretrained.layout,
-                    config.ced,
-                    config.scope,
-                    names,
-                )
+                new = measure(part, pretrained, len(known) + start)
                 file.writelines(map(dump_row, new))
                 file.flush()
                 rows += new
-                if start < config.pictures:
-                    _draw(part[: config.pictures - start], pretrained, config, out / "regions")
                 bar.advance(task, len(part))
         wanted = {record.id for record in chosen}
-        rows = [row for row in rows if row["id"] in wanted]
         summary = {
-            "command": "probe ced",
+            "command": f"probe {kind}",
             "model": config.model.path,
             "data": data,
             "scope": config.scope,
-            "without_boxes": len(records) - len(chosen) if not config.data.limit else None,
-            **summarise_probe(rows, config.ced),
+            "without_boxes": len(records) - len(boxed),
+            **summarise([row for row in rows if row["id"] in wanted]),
         }
         folder.write_summary(summary)
-        draw_figure(summary, out / "ced.png")
     return summary
 
 
@@ -193,29 +225,3 @@ def _draw(questions: Sequence[Any], pretrained: Any, config: CedProbeConfig, fol
             for path in item.record.images[: len(item.pages)]
         ]
         draw_regions(shown, item.record.boxes, evidence, controls, folder / f"{number}.png")
-
-
-def _asker(config: CedProbeConfig, pretrained: Any) -> Any:
-    """records → their prompts and responses."""
-    from evisrag_jax.evaluation.ced_probe import Probed
-    from evisrag_jax.rollout.buckets import bucket_table
-    from evisrag_jax.training.batching import Prepared
-
-    sampling = config.method.sampling
-    table = bucket_table(
-        prompts=(config.prompts,),
-        pages=((config.pages, config.windows, config.tokens),),
-        lengths=(config.prompt_length,),
-        responses=(sampling.max_tokens,),
-    )
-    engine, method = make_engine(pretrained, table), make_method(config.method, pretrained)
-
-    def ask(records: Sequence[Any]) -> list[Probed]:
-        requests = [method.request(record, engine) for record in records]
-        done = engine.generate(requests, sampling, group=config.group, seed=config.method.seed)
-        return [
-            Probed(Prepared(r.id, r.prompt, tuple(r.pages), None, record), list(group))
-            for r, record, group in zip(requests, records, done, strict=True)
-        ]
-
-    return ask

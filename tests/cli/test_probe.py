@@ -27,8 +27,41 @@ def test_the_bundled_model(tmp_path, capsys):
     assert read_json(tmp_path / "run" / "summary.json")["proposals"] == found
 
 
+def test_attention_of_the_bundled_model(tmp_path, capsys):
+    """Writing the evidence the model looks at it more than its share of the page in some layer; the
+    margins beside it are those of the other probe."""
+    words = ["probe", "attention", "--out", str(tmp_path / "run"), "--config.data.questions=8"]
+    words += ["--config.group=2", "--config.row=predicting"]
+    assert main(words) == 0
+    assert "lift~margin" in capsys.readouterr().out
+    summary = read_json(tmp_path / "run" / "summary.json")
+    assert list(summary["scopes"]) == ["all", "observe", "evidence", "think", "answer"]
+    evidence = summary["scopes"]["evidence"]
+    assert max(evidence["rho_by_layer"]) > 2 * summary["box_share"]
+    assert evidence["rho"]["low"] <= evidence["rho"]["mean"] <= evidence["rho"]["high"]
+    rows = list(read_jsonl(tmp_path / "run" / "attention.jsonl"))
+    assert len(rows) == 2 * summary["questions"] == summary["responses"]
+    for row in rows:
+        attention = row["attention"]
+        assert attention["visual_tokens"] == 60 and 0 < attention["box_tokens"] <= 20
+        assert attention["scopes"]["all"]["tokens"] >= attention["scopes"]["evidence"]["tokens"]
+        audited = row["tokens"] > 0
+        assert (row["margin"] is not None) == audited
+    assert (tmp_path / "run" / "attention.png").stat().st_size > 1000
+    before = (tmp_path / "run" / "attention.jsonl").read_bytes()
+    assert main(words) == 0
+    assert (tmp_path / "run" / "attention.jsonl").read_bytes() == before
+
+
 def test_refusals(tmp_path, refused):
-    refused(["probe", "--out", "x"], "probe takes one of ced and then flags; got None")
-    refused(["probe", "cde", "--out", "x"], "probe takes one of ced and then flags; got 'cde'")
+    refused(["probe", "--out", "x"], "probe takes one of ced, attention and then flags; got None")
+    refused(
+        ["probe", "cde", "--out", "x"],
+        "probe takes one of ced, attention and then flags; got 'cde'",
+    )
     refused(["probe", "ced"], "probe ced needs --out DIR")
     refused(["probe", "ced", "--out", "x", "--config.scope=y"], "scope='y'; one of records")
+    refused(["probe", "attention", "--out", "x", "--config.row=y"], "row='y'; own or predicting")
+    refused(
+        ["probe", "ced", "--out", "x", "--config.pictures=-1"], "pictures=-1 must not be negative"
+    )
