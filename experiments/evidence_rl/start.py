@@ -3,19 +3,36 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.resources
 from pathlib import Path
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
 from evisrag_jax.models.qwen25vl.config import Qwen25VLConfig
 from evisrag_jax.models.qwen25vl.weights import load_params
-from experiments.evidence_rl import reader, tokenizer
-from experiments.mini import sft
+from evisrag_jax.prompts.tokenizer import load_tokenizer
+from experiments.evidence_rl import reader, sft, tokenizer
+from experiments.mini import sft as mini
 from experiments.mini.command import arguments
+from experiments.mini.export import export
 
 READER_STEPS = 1200
+
+
+class Leg(NamedTuple):
+    """A leg of SFT: `steps` updates on questions of `split`, `lazy_share` of the responses lazy."""
+
+    name: str
+    split: str
+    lazy_share: float
+    steps: int
+    rate: float
+
+
+LEGS = (Leg("seeing", "even", 0.0, 1600, 1.2e-3), Leg("habits", "train", 0.3, 300, 5e-4))
 
 
 def widened(seed: int) -> tuple[dict, Qwen25VLConfig]:
@@ -39,7 +56,29 @@ def main() -> None:
     params, config = widened(args.seed)
     if not (out / "reader").is_dir():
         params = reader.train(params, args.seed, READER_STEPS, out / "reader.jsonl")
-        sft.save(out / "reader", params)
+        mini.save(out / "reader", params)
+    tokenizer.build(out / "tokenizer")
+    layout = mini.Layout(load_tokenizer(out / "tokenizer"))
+    skills = functools.partial(sft.skill_table, config=config, layout=layout)
+    before, done = "reader", 0
+    for leg in LEGS:
+        if not (out / leg.name).is_dir():
+            make = sft.lessons(layout, args.seed, leg.split, leg.lazy_share)
+            params = mini.train(
+                config,
+                layout,
+                mini.load(out / before),
+                make,
+                leg.steps,
+                out / f"{leg.name}.jsonl",
+                rate=leg.rate,
+                start=done,
+                skills=skills,
+            )
+            mini.save(out / leg.name, params)
+        before, done = leg.name, done + leg.steps
+    if not (out / "start").is_dir():
+        export(mini.load(out / before), config, out / "start", tokenizer.WORDS)
 
 
 if __name__ == "__main__":
