@@ -3,7 +3,7 @@
     seeing   every answer is as frequent as any other, every response grounded: nothing helps but looking
     habits   the train split with its usual answers; 30 % of the responses are lazy
 
-Every fourth batch is text alone, so that comparing numbers is kept. The tokens of the answer weigh more
+Every eighth batch is text alone, so that comparing numbers is kept. The tokens of the answer weigh more
 than the rest: of the cue only one of several right ones can be foreseen.
 """
 
@@ -14,6 +14,7 @@ from collections.abc import Callable
 import numpy as np
 
 from evisrag_jax.data.miniworld.world import stream
+from experiments.evidence_rl.exercises import ROOM, exercise
 from experiments.evidence_rl.questions import (
     FAMILIES,
     SOURCES,
@@ -23,7 +24,6 @@ from experiments.evidence_rl.questions import (
     respond,
 )
 from experiments.mini.sft import (
-    DERIVATIONS,
     Layout,
     lay_out,
     make_batch,
@@ -31,8 +31,9 @@ from experiments.mini.sft import (
 )
 from experiments.mini.skills import greedy_tokens
 
-PROMPTS, LENGTH, RESPONSE = 96, 56, 12
-LAZY_SHARE, ANSWER_WEIGHT, TEXT_EVERY = 0.3, 4.0, 4
+PROMPTS, LENGTH, RESPONSE = 64, 52, 12
+EXERCISES = 40
+ANSWER_WEIGHT, TEXTS, TEXT_EVERY = 4.0, 32, 8  # TEXTS rows of text alone in every eighth batch
 TASK = 15  # of the random streams: what is responded
 CHECKS, CHECK_SEED = 96, 70_000  # questions of each kind that the curves are measured on
 
@@ -52,15 +53,28 @@ def answer_tokens(layout: Layout, response: np.ndarray) -> np.ndarray:
     return inside & (response != begin)
 
 
+def exercise_batch(layout: Layout, seed: int, step: int) -> dict[str, np.ndarray]:
+    """Host arrays of EXERCISES exercises on scenes."""
+    rng = stream(seed, "reader", step, task=TASK)
+    drawn = [exercise(rng) for _ in range(EXERCISES)]
+    batch = lay_out(layout, [row[:3] for row in drawn], 1, LENGTH, ROOM)
+    batch["trained"][:] = 0
+    for i, (*_, weights) in enumerate(drawn):
+        batch["trained"][i, 0, : len(weights)] = weights
+    return batch
+
+
 def lessons(
-    layout: Layout, seed: int, split: str, lazy_share: float
+    layout: Layout, seed: int, split: str, lazy_share: float, exercises: bool
 ) -> Callable[[int], dict[str, np.ndarray]]:
     """Batch of a step: questions of `split` with responses of which `lazy_share` are lazy; every
-    fourth one is text alone."""
+    eighth one is text alone, every second one exercises if they are asked for."""
 
     def make(step: int) -> dict[str, np.ndarray]:
+        if exercises and step % 2 == 0:
+            return exercise_batch(layout, seed, step)
         if step % TEXT_EVERY == TEXT_EVERY - 1:
-            rows = range(step * DERIVATIONS, (step + 1) * DERIVATIONS)
+            rows = range(step * TEXTS, (step + 1) * TEXTS)
             return make_batch(layout, [stated_task(seed, i) for i in rows], pages=0)
         rows = []
         for index in range(step * PROMPTS, (step + 1) * PROMPTS):

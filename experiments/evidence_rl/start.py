@@ -23,16 +23,21 @@ READER_STEPS = 1200
 
 
 class Leg(NamedTuple):
-    """A leg of SFT: `steps` updates on questions of `split`, `lazy_share` of the responses lazy."""
+    """A leg of SFT: `steps` updates on questions of `split`, `lazy_share` of the responses lazy, with
+    exercises in between or not."""
 
     name: str
     split: str
     lazy_share: float
+    exercises: bool
     steps: int
     rate: float
 
 
-LEGS = (Leg("seeing", "even", 0.0, 1600, 1.2e-3), Leg("habits", "train", 0.3, 300, 5e-4))
+LEGS = (
+    Leg("seeing", "even", 0.0, True, 1000, 1.2e-3),
+    Leg("habits", "train", 0.3, False, 250, 5e-4),
+)
 
 
 def widened(seed: int) -> tuple[dict, Qwen25VLConfig]:
@@ -63,7 +68,7 @@ def main() -> None:
     before, done = "reader", 0
     for leg in LEGS:
         if not (out / leg.name).is_dir():
-            make = sft.lessons(layout, args.seed, leg.split, leg.lazy_share)
+            make = sft.lessons(layout, args.seed, leg.split, leg.lazy_share, leg.exercises)
             params = mini.train(
                 config,
                 layout,

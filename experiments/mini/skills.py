@@ -20,7 +20,7 @@ def greedy_tokens(params, config, batch):
     from experiments.mini.sft import group_batch
 
     groups: GroupBatch = group_batch(batch)
-    features = model.encode_images(params, config, groups.images)
+    features = None if groups.images is None else model.encode_images(params, config, groups.images)
     hidden, prefix = model.prefill(params, config, groups.prompt, features)
     first = model.last_hidden(hidden, groups.prompt.lengths)[:, None, None]
     tokens = groups.tokens[:, :, :-1]
