@@ -6,7 +6,8 @@ dozen, for little more than the price of the same prompt.
     What does page 1 show ?   star 2 3 red , ring 1 1 blue , ...          each shape occurs once
     Read page 1 .             red circle 2 , blue circle 1 , ...          how many there are of each kind
 
-Only what the picture decides is trained: place and colour behind a shape, the number behind a kind.
+Only what the picture decides is trained: place and colour behind a shape, the number behind a kind. Some
+scenes have one or two objects, with which the search for the asked one begins.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def exercise(
 
 
 def _show(rng: np.random.Generator):
-    shapes = [SHAPES[i] for i in rng.permutation(len(SHAPES))[: rng.integers(3, len(SHAPES) + 1)]]
+    shapes = [SHAPES[i] for i in rng.permutation(len(SHAPES))[: rng.integers(1, len(SHAPES) + 1)]]
     names = tuple(COLOURS)
     image, things = draw_scene(rng, [(names[rng.integers(len(names))], s) for s in shapes])
     return image, [(t.shape, str(t.col + 1), str(t.row + 1), t.colour) for t in things]
@@ -50,7 +51,7 @@ def _count(rng: np.random.Generator):
     shapes = [SHAPES[i] for i in rng.permutation(len(SHAPES))[: rng.integers(2, 4)]]
     kinds = [(c, s) for c in colours for s in shapes]
     share = rng.dirichlet(np.full(len(kinds), 0.5))
-    total = rng.integers(4, MAX_OBJECTS + 1)
+    total = rng.integers(1, MAX_OBJECTS + 1)
     counts = np.minimum(rng.multinomial(total, share), 5)
     drawn = [kind for kind, n in zip(kinds, counts, strict=True) for _ in range(n)]
     image, _ = draw_scene(rng, drawn)

@@ -1,9 +1,10 @@
 """Reader stage: the bundled tower learns to see scenes and keeps reading pages.
 
-Half of a batch are scenes, half mini pages. At the cell of an object three cross-entropies: its colour
-and its shape through the rows of the decoder's word table, and both at once through a linear head that
-is dropped (a question asks for the conjunction). Pages have the three losses of the mini reader. Rows of
-words that the decoder knows stay fixed, so that its reading survives; those of the new words are learned.
+Most of a batch are scenes, the rest mini pages. At the cell of an object three cross-entropies: its
+colour and its shape through the rows of the decoder's word table, and both at once through a linear head
+that is dropped (a question asks for the conjunction). Pages have the three losses of the mini reader. Two
+more heads name row and column of every cell: the decoder sees distances alone, and a cue says where.
+Rows of words that the decoder knows stay fixed, so that its reading survives; new words learn theirs.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def init(params: dict, key) -> tuple[dict, dict]:
     """What is trained (tower, rows of the new words, blank row, heads), and the fixed word table."""
     table = params["text"]["embed"]["embedding"]
     known = jnp.asarray(table[np.array([tokenizer.word_ids()[w] for w in WORDS])])
-    keys = jax.random.split(key, 5)
+    keys = jax.random.split(key, 7)
     width, scale = VISION.out_width, jnp.std(known)
 
     def normal(k, std, *shape):
@@ -67,12 +68,14 @@ def init(params: dict, key) -> tuple[dict, dict]:
         "place": normal(keys[2], 0.02, width, len(FIELDS)),
         "page": normal(keys[3], 0.02, width, len(ENTITIES)),
         "joint": normal(keys[4], 0.02, width, len(COLOURS) * len(SHAPES) + 1),
+        "row": normal(keys[5], 0.02, width, ROWS),
+        "column": normal(keys[6], 0.02, width, COLS),
     }
     return trained, {"known": known}
 
 
 def loss_fn(trained, fixed, batch):
-    """Sum of the six losses and the share of labelled cells read right, by name."""
+    """Sum of the eight losses and the share of labelled cells read right, by name."""
     features = tower.encode(trained["vision"], VISION, *page_arrays(batch["pixels"]))
     words = jnp.concatenate([fixed["known"], trained["blank"]])
     total, metrics = reader_losses(
@@ -98,6 +101,13 @@ def loss_fn(trained, fixed, batch):
         right = jnp.argmax(logits, -1) == label
         metrics[name] = jnp.sum(right * there) / jnp.sum(there)
     metrics["blank"] = jnp.sum(right * (1 - there)) / jnp.sum(1 - there)
+    at_cell = {"row": jnp.arange(ROWS * COLS) // COLS, "column": jnp.arange(ROWS * COLS) % COLS}
+    for name, label in at_cell.items():
+        logits = features @ trained[name]
+        label = jnp.broadcast_to(label, logits.shape[:-1])
+        loss = optax.softmax_cross_entropy_with_integer_labels(logits, label)
+        total = total + jnp.mean(loss)
+        metrics[name] = jnp.mean(jnp.argmax(logits, -1) == label)
     return total, metrics | {"loss": total}
 
 

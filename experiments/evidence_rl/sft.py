@@ -1,5 +1,6 @@
 """SFT stage: the decoder learns the four kinds of question in the short format; the tower stays.
 
+    looking  mostly exercises on scenes (exercises.py)
     seeing   every answer is as frequent as any other, every response grounded: nothing helps but looking
     habits   the train split with its usual answers; 30 % of the responses are lazy
 
@@ -65,13 +66,13 @@ def exercise_batch(layout: Layout, seed: int, step: int) -> dict[str, np.ndarray
 
 
 def lessons(
-    layout: Layout, seed: int, split: str, lazy_share: float, exercises: bool
+    layout: Layout, seed: int, split: str, lazy_share: float, exercises: int
 ) -> Callable[[int], dict[str, np.ndarray]]:
     """Batch of a step: questions of `split` with responses of which `lazy_share` are lazy; every
-    eighth one is text alone, every second one exercises if they are asked for."""
+    eighth one is text alone, and `exercises` of every four are exercises."""
 
     def make(step: int) -> dict[str, np.ndarray]:
-        if exercises and step % 2 == 0:
+        if step % 4 < exercises:
             return exercise_batch(layout, seed, step)
         if step % TEXT_EVERY == TEXT_EVERY - 1:
             rows = range(step * TEXTS, (step + 1) * TEXTS)

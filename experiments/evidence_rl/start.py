@@ -23,20 +23,21 @@ READER_STEPS = 1200
 
 
 class Leg(NamedTuple):
-    """A leg of SFT: `steps` updates on questions of `split`, `lazy_share` of the responses lazy, with
-    exercises in between or not."""
+    """A leg of SFT: `steps` updates on questions of `split`, `lazy_share` of the responses lazy;
+    `exercises` of every four updates are on exercises."""
 
     name: str
     split: str
     lazy_share: float
-    exercises: bool
+    exercises: int
     steps: int
     rate: float
 
 
 LEGS = (
-    Leg("seeing", "even", 0.0, True, 1000, 1.2e-3),
-    Leg("habits", "train", 0.3, False, 250, 5e-4),
+    Leg("looking", "even", 0.0, 3, 500, 1.5e-3),
+    Leg("seeing", "even", 0.0, 1, 600, 1.2e-3),
+    Leg("habits", "train", 0.3, 0, 250, 5e-4),
 )
 
 
