@@ -4,13 +4,17 @@ A question of the short format trains the look at a picture with one or two toke
 dozen, for little more than the price of the same prompt.
 
     What does page 1 show ?   star 2 3 red , ring 1 1 blue , ...          each shape occurs once
-    Read page 1 .             red circle 2 , blue circle 1 , ...          how many there are of each kind
+    Read page 1 .             red circle 2 , blue circle 1 , ...          how many there are of each kind,
+                              or of each colour (red 2 , blue 1), or of each shape
 
 Only what the picture decides is trained: place and colour behind a shape, the number behind a kind. Some
-scenes have one or two objects, with which the search for the asked one begins.
+scenes have one or two objects, with which the search for the asked one begins, and counting begins with
+what a single property decides.
 """
 
 from __future__ import annotations
+
+from collections import Counter
 
 import numpy as np
 from jaxtyping import UInt8
@@ -31,7 +35,7 @@ def exercise(
         trained = [0, 1, 1, 1]
     else:
         question, image, entries = _READ, *_count(rng)
-        trained = [0, 0, 1]
+        trained = [0] * (len(entries[0]) - 1) + [1]
     response = " , ".join(" ".join(entry) for entry in entries)
     weights = [*trained, 0] * len(entries)
     return question, image[None], f" {response}", weights[:-1]
@@ -45,15 +49,15 @@ def _show(rng: np.random.Generator):
 
 
 def _count(rng: np.random.Generator):
-    """Kinds of two or three colours and shapes, so that each shares both with others."""
+    """Objects of two or three colours and shapes, so that each kind shares both with others, and the
+    numbers of each kind, colour or shape."""
     names = tuple(COLOURS)
     colours = [names[i] for i in rng.permutation(len(names))[: rng.integers(2, 4)]]
     shapes = [SHAPES[i] for i in rng.permutation(len(SHAPES))[: rng.integers(2, 4)]]
     kinds = [(c, s) for c in colours for s in shapes]
     share = rng.dirichlet(np.full(len(kinds), 0.5))
-    total = rng.integers(1, MAX_OBJECTS + 1)
-    counts = np.minimum(rng.multinomial(total, share), 5)
-    drawn = [kind for kind, n in zip(kinds, counts, strict=True) for _ in range(n)]
+    drawn = [kinds[i] for i in rng.choice(len(kinds), rng.integers(1, MAX_OBJECTS + 1), p=share)]
     image, _ = draw_scene(rng, drawn)
-    order = [i for i in rng.permutation(len(kinds)) if counts[i]]
-    return image, [(*kinds[i], str(counts[i])) for i in order]
+    part = (slice(0, 2), slice(0, 2), slice(0, 1), slice(1, 2))[rng.integers(4)]
+    counts = list(Counter(kind[part] for kind in drawn).items())
+    return image, [(*counts[i][0], str(counts[i][1])) for i in rng.permutation(len(counts))]

@@ -66,10 +66,11 @@ def exercise_batch(layout: Layout, seed: int, step: int) -> dict[str, np.ndarray
 
 
 def lessons(
-    layout: Layout, seed: int, split: str, lazy_share: float, exercises: int
+    layout: Layout, seed: int, split: str, lazy_share: float, exercises: int, counting: float = 0.5
 ) -> Callable[[int], dict[str, np.ndarray]]:
     """Batch of a step: questions of `split` with responses of which `lazy_share` are lazy; every
-    eighth one is text alone, and `exercises` of every four are exercises."""
+    eighth one is text alone, and `exercises` of every four are exercises. A share `counting` of the
+    questions are of that family."""
 
     def make(step: int) -> dict[str, np.ndarray]:
         if step % 4 < exercises:
@@ -79,7 +80,8 @@ def lessons(
             return make_batch(layout, [stated_task(seed, i) for i in rows], pages=0)
         rows = []
         for index in range(step * PROMPTS, (step + 1) * PROMPTS):
-            asked, rng = question(seed, split, index), stream(seed, "train", index, task=TASK)
+            rng = stream(seed, "train", index, task=TASK)
+            asked = question(seed, split, index, FAMILIES[int(rng.random() >= counting)])
             rows.append((asked, respond(asked, rng.random() < lazy_share, rng)))
         return picture_batch(layout, rows)
 

@@ -24,20 +24,22 @@ READER_STEPS = 1200
 
 class Leg(NamedTuple):
     """A leg of SFT: `steps` updates on questions of `split`, `lazy_share` of the responses lazy;
-    `exercises` of every four updates are on exercises."""
+    `exercises` of every four updates are on exercises, and a share `counting` of the questions count."""
 
     name: str
     split: str
     lazy_share: float
     exercises: int
+    counting: float
     steps: int
     rate: float
 
 
 LEGS = (
-    Leg("looking", "even", 0.0, 3, 500, 1.5e-3),
-    Leg("seeing", "even", 0.0, 1, 600, 1.2e-3),
-    Leg("habits", "train", 0.3, 0, 250, 5e-4),
+    Leg("looking", "even", 0.0, 3, 0.5, 500, 1.5e-3),
+    Leg("seeing", "even", 0.0, 1, 0.5, 600, 1.2e-3),
+    Leg("counting", "even", 0.0, 2, 0.75, 900, 1.2e-3),
+    Leg("habits", "train", 0.3, 0, 0.5, 250, 5e-4),
 )
 
 
@@ -69,7 +71,9 @@ def main() -> None:
     before, done = "reader", 0
     for leg in LEGS:
         if not (out / leg.name).is_dir():
-            make = sft.lessons(layout, args.seed, leg.split, leg.lazy_share, leg.exercises)
+            make = sft.lessons(
+                layout, args.seed, leg.split, leg.lazy_share, leg.exercises, leg.counting
+            )
             params = mini.train(
                 config,
                 layout,
