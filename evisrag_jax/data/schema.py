@@ -47,8 +47,9 @@ class Record:
         response: a tagged target response, or None.
         boxes: evidence boxes of each image (an empty tuple for an image without one), or None.
         doc_ids: the document or page id of each image, or None. Splits are made by these.
-        family: kind of question, for scores by kind, or None.
+        family: kind of question, for scores by kind and rewards that depend on it, or None.
         scores: retrieval score of each image, or None.
+        source: the set or generator that the question comes from, or None.
     """
 
     id: str
@@ -62,6 +63,7 @@ class Record:
     doc_ids: tuple[str, ...] | None = None
     family: str | None = None
     scores: tuple[float, ...] | None = None
+    source: str | None = None
 
 
 _FIELDS = tuple(field.name for field in fields(Record))
@@ -106,6 +108,7 @@ def record_from_row(row: object, root: str | os.PathLike) -> Record:
         doc_ids=_optional(row, "doc_ids", lambda value: _doc_ids(value, len(images))),
         family=_optional(row, "family", lambda value: parse_text(value, "family")),
         scores=_optional(row, "scores", lambda value: _scores(value, len(images))),
+        source=_optional(row, "source", lambda value: parse_text(value, "source")),
     )
 
 
@@ -270,7 +273,7 @@ def record_to_row(record: Record, root: str | os.PathLike) -> dict:
     for field in ("doc_ids", "scores"):
         if getattr(record, field) is not None:
             row[field] = list(getattr(record, field))
-    for field in ("response", "family"):
+    for field in ("response", "family", "source"):
         if getattr(record, field) is not None:
             row[field] = getattr(record, field)
     return row

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from evisrag_jax.models.qwen25vl.config import Qwen25VLConfig
@@ -10,9 +11,9 @@ from evisrag_jax.models.qwen25vl.weights import save_params
 from experiments.mini import tokenizer
 
 
-def export(params, config: Qwen25VLConfig, folder: Path) -> Path:
-    """A folder under 8 MB that transformers and `evisrag` load."""
-    tokenizer.build(folder)
+def export(params, config: Qwen25VLConfig, folder: Path, words: Sequence[str] = ()) -> Path:
+    """A folder under 8 MB that transformers and `evisrag` load; `words` are further tokens."""
+    tokenizer.build(folder, words)
     save_params(params, config, folder)
     path = folder / "config.json"
     raw = json.loads(path.read_text(encoding="utf-8"))

@@ -75,7 +75,20 @@ def make_batch(
     layout: Layout, episodes: list[Episode], pages: int = PAGES
 ) -> dict[str, np.ndarray]:
     """Host arrays of P episodes, one response each, with room for `pages` pages a prompt."""
-    P, length = len(episodes), LENGTH if pages else DERIVATION_LENGTH
+    rows = [(e.question, e.images[: len(e.pages)], e.response) for e in episodes]
+    return lay_out(layout, rows, pages, LENGTH if pages else DERIVATION_LENGTH)
+
+
+def lay_out(
+    layout: Layout,
+    rows: Sequence[tuple[str, np.ndarray, str]],
+    pages: int,
+    length: int,
+    room: int = RESPONSE,
+) -> dict[str, np.ndarray]:
+    """Host arrays of P rows of question, pages and response, padded to `length` prompt tokens, `pages`
+    pages and `room` response tokens. `trained` weighs the response tokens."""
+    P = len(rows)
     batch = {
         "tokens": np.full((P, length), layout.special.endoftext, np.int32),
         "positions": np.zeros((P, 3, length), np.int32),
@@ -83,19 +96,19 @@ def make_batch(
         "image_index": np.full((P, length), -1, np.int32),
         "next_position": np.zeros(P, np.int32),
         "pixels": np.full((P, pages, HEIGHT, WIDTH, 3), 255, np.uint8),
-        "response": np.full((P, 1, RESPONSE), layout.special.endoftext, np.int32),
+        "response": np.full((P, 1, room), layout.special.endoftext, np.int32),
         "response_lengths": np.zeros((P, 1), np.int32),
-        "trained": np.ones((P, 1, RESPONSE), bool),
+        "trained": np.ones((P, 1, room), np.float32),
     }
-    for i, e in enumerate(episodes):
-        n = len(e.pages)
-        ids, positions, following, slots = layout.row(e.question, n)
+    for i, (question, images, response) in enumerate(rows):
+        n = len(images)
+        ids, positions, following, slots = layout.row(question, n)
         batch["tokens"][i, : len(ids)] = ids
         batch["positions"][i, :, : len(ids)] = positions
         batch["lengths"][i], batch["next_position"][i] = len(ids), following
         batch["image_index"][i, slots] = np.arange(n * PAGE_TOKENS)
-        batch["pixels"][i, :n] = e.images[:n]
-        answer = [*layout.tok.encode(e.response, add_special_tokens=False), layout.special.im_end]
+        batch["pixels"][i, :n] = images
+        answer = [*layout.tok.encode(response, add_special_tokens=False), layout.special.im_end]
         batch["response"][i, 0, : len(answer)] = answer
         batch["response_lengths"][i, 0] = len(answer)
     return batch
@@ -228,7 +241,7 @@ def init_from_reader(config: Qwen25VLConfig, reader: dict, word_ids: dict[str, i
 
 
 def sft_loss(text, vision, config, batch):
-    """(sum of -log p) / (number of trained tokens)."""
+    """(weighted sum of -log p) / (sum of the weights of the trained tokens)."""
     groups = group_batch(batch)
     mask = response_mask(groups.lengths, groups.tokens.shape[2])
     mask = mask * batch["trained"]
@@ -295,14 +308,16 @@ def train(
     rate: float = LEARNING_RATE,
     start: int = 0,
     horizon: int = 0,
+    skills: Callable[[dict], dict[str, float]] | None = None,
 ) -> dict:
     """`steps` updates of the decoder on the batches `make(start)`, `make(start + 1)`, ...
 
     The rate falls as a cosine over `horizon` updates (0: over `steps`). A line with losses and skills
-    goes to `log` every 100 steps. Returns the parameters.
+    (by default those of mini-world questions) goes to `log` every 100 steps. Returns the parameters.
     """
     from experiments.mini.skills import skill_table
 
+    skills = skills or functools.partial(skill_table, config=config, layout=layout)
     text, vision = params["text"], params["vision"]
     warm, falls = min(100, steps // 10), horizon or steps
     schedule = optax.warmup_cosine_decay_schedule(0.0, rate, warm, falls, 0.05 * rate)
@@ -331,7 +346,7 @@ def train(
                 row = {"stage": log.stem, "step": step, "seconds": time.monotonic() - started}
                 row |= {k: float(np.mean(jax.device_get(v))) for k, v in history.items()}
                 history.clear()
-                row |= skill_table(now, config, layout)
+                row |= skills(now)
                 file.write(json.dumps(row) + "\n")
                 file.flush()
                 print(row, flush=True)

@@ -15,18 +15,18 @@ from evisrag_jax.training.forward import GroupBatch
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _choices(params, config, batch):
+def greedy_tokens(params, config, batch):
     """The greedy token at every response position, [P, T], given the true tokens before it."""
     from experiments.mini.sft import group_batch
 
     groups: GroupBatch = group_batch(batch)
-    features = model.encode_images(params, config, groups.images)
+    features = None if groups.images is None else model.encode_images(params, config, groups.images)
     hidden, prefix = model.prefill(params, config, groups.prompt, features)
     first = model.last_hidden(hidden, groups.prompt.lengths)[:, None, None]
     tokens = groups.tokens[:, :, :-1]
     positions = groups.prompt.next_position[:, None, None] + jnp.arange(tokens.shape[-1])
     positions = jnp.broadcast_to(positions, tokens.shape)
-    later, _ = model.extend(params, config, tokens, positions, groups.prompt.lengths, prefix)
+    later = model.extend(params, config, tokens, positions, groups.prompt.lengths, prefix)
     states = jnp.concatenate([first, later], axis=2)
     return jnp.argmax(model.logits(params, config, states), -1)[:, 0]
 
@@ -53,7 +53,7 @@ def skill_table(
     for b in range(batches):
         episodes = [episode(7, split, b * PROMPTS + i) for i in range(PROMPTS)]
         batch = make_batch(layout, episodes)
-        chosen = np.asarray(_choices(params, config, batch))
+        chosen = np.asarray(greedy_tokens(params, config, batch))
         for row, ids, n, e in zip(
             chosen, batch["response"][:, 0], batch["response_lengths"][:, 0], episodes, strict=True
         ):

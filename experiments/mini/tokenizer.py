@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import (
@@ -103,22 +104,28 @@ def _words() -> list[str]:
     return list(dict.fromkeys(w for group in groups for w in group))
 
 
-def vocabulary() -> list[str]:
+def vocabulary(more: Sequence[str] = ()) -> list[str]:
     """All tokens, the index being the id: specials, <unk>, newline, tags, labels, the bare space,
-    then marked words.
+    then marked words, at last those of `more` that another experiment adds.
+
+    ValueError for a word of `more` that is there already or holds a space.
     """
-    words = [MARK + w for w in _words()]
-    return [*SPECIALS, UNKNOWN, "\n", *TAGS, *LABELS, MARK, *words]
+    words = _words()
+    if wrong := [w for w in more if w in words or not w or w.split() != [w]]:
+        raise ValueError(f"tokenizer: {wrong} are no single words, or have ids already")
+    if len(set(more)) != len(more):
+        raise ValueError("tokenizer: a further word is given twice")
+    return [*SPECIALS, UNKNOWN, "\n", *TAGS, *LABELS, MARK, *(MARK + w for w in [*words, *more])]
 
 
-def word_ids() -> dict[str, int]:
+def word_ids(more: Sequence[str] = ()) -> dict[str, int]:
     """Id of each word without its marker (what the reading and place losses have as classes)."""
-    return {t[1:]: i for i, t in enumerate(vocabulary()) if t.startswith(MARK) and len(t) > 1}
+    return {t[1:]: i for i, t in enumerate(vocabulary(more)) if t.startswith(MARK) and len(t) > 1}
 
 
-def make_tokenizer() -> Tokenizer:
+def make_tokenizer(more: Sequence[str] = ()) -> Tokenizer:
     """The tokenizer as the `tokenizers` library knows it."""
-    vocab = {token: i for i, token in enumerate(vocabulary())}
+    vocab = {token: i for i, token in enumerate(vocabulary(more))}
     tok = Tokenizer(models.WordLevel(vocab, unk_token=UNKNOWN))
     tok.normalizer = normalizers.Sequence(
         [normalizers.Replace(Regex(rf" *\{c}"), f" {c}") for c in "?,"]
@@ -135,13 +142,13 @@ def _write(path: Path, content: dict) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def build(folder: str | Path) -> Path:
+def build(folder: str | Path, more: Sequence[str] = ()) -> Path:
     """Writes the mini model's folder but for weights and config.json; returns the folder."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    tok = make_tokenizer()
+    tok = make_tokenizer(more)
     tok.save(str(folder / "tokenizer.json"))
-    ids = {t: i for i, t in enumerate(vocabulary())}
+    ids = {t: i for i, t in enumerate(vocabulary(more))}
     added = {
         str(ids[t]): {
             "content": t,

@@ -1,0 +1,1 @@
+"""Counterfactual evidence rewards (CED) on generated scenes and mini-world pages."""
