@@ -16,7 +16,6 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Float
 
-from evisrag_jax.data.schema import Record
 from evisrag_jax.models.qwen25vl.config import Qwen25VLConfig
 from evisrag_jax.pages.patches import PagePatches
 from evisrag_jax.pages.plan import VisionLayout
@@ -133,8 +132,3 @@ def read_audit(
         audited=audited,
         degenerate=degenerate,
     )
-
-
-def record_boxes(record: Record) -> Boxes | None:
-    """The record's evidence boxes, or None where it has none at all."""
-    return record.boxes if record.boxes and any(record.boxes) else None
