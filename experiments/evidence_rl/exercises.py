@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import UInt8
 
 from evisrag_jax.data.miniworld.world import READ_QUESTIONS
-from experiments.evidence_rl.scenes import COLOURS, MAX_OBJECTS, SHAPES, draw_scene
+from experiments.evidence_rl.scenes import COLOURS, SHAPES, draw_scene, repeated_kinds
 
 ROOM = 32  # response tokens: eight counts of three words, the commas between them and the end
 _READ, _SHOW = (wording.format(page=1) for wording in READ_QUESTIONS)
@@ -49,14 +49,8 @@ def _show(rng: np.random.Generator):
 
 
 def _count(rng: np.random.Generator):
-    """Objects of two or three colours and shapes, so that each kind shares both with others, and the
-    numbers of each kind, colour or shape."""
-    names = tuple(COLOURS)
-    colours = [names[i] for i in rng.permutation(len(names))[: rng.integers(2, 4)]]
-    shapes = [SHAPES[i] for i in rng.permutation(len(SHAPES))[: rng.integers(2, 4)]]
-    kinds = [(c, s) for c in colours for s in shapes]
-    share = rng.dirichlet(np.full(len(kinds), 0.5))
-    drawn = [kinds[i] for i in rng.choice(len(kinds), rng.integers(1, MAX_OBJECTS + 1), p=share)]
+    """The numbers of each kind, colour or shape."""
+    drawn = repeated_kinds(rng)
     image, _ = draw_scene(rng, drawn)
     part = (slice(0, 2), slice(0, 2), slice(0, 1), slice(1, 2))[rng.integers(4)]
     counts = list(Counter(kind[part] for kind in drawn).items())

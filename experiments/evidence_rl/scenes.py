@@ -161,3 +161,13 @@ def random_kinds(rng: np.random.Generator) -> list[tuple[str, str]]:
     colours, shapes = rng.integers(0, 6, (2, count)).tolist()
     names = tuple(COLOURS)
     return [(names[c], SHAPES[s]) for c, s in zip(colours, shapes, strict=True)]
+
+
+def repeated_kinds(rng: np.random.Generator) -> list[tuple[str, str]]:
+    """(colour, shape) of 1 to 8 objects of two or three colours and shapes, so that kinds recur and
+    share both with others."""
+    colours = rng.permutation(list(COLOURS))[: rng.integers(2, 4)].tolist()
+    shapes = rng.permutation(SHAPES)[: rng.integers(2, 4)].tolist()
+    kinds = [(c, s) for c in colours for s in shapes]
+    share = rng.dirichlet(np.full(len(kinds), 0.5))
+    return [kinds[i] for i in rng.choice(len(kinds), rng.integers(1, MAX_OBJECTS + 1), p=share)]

@@ -1,6 +1,6 @@
 """What a model of the experiment can do, by kind of question: free responses, greedy and sampled.
 
-python -m experiments.evidence_rl.skills MODEL [--out FILE]
+python -m experiments.evidence_rl.skills MODEL FILE
 """
 
 from __future__ import annotations
@@ -140,18 +140,22 @@ def skill_rows(params, config, layout: Layout) -> list[dict]:
     return rows
 
 
-def main() -> None:
-    """Prints a JSON line a row."""
-    parser = argparse.ArgumentParser(prog="python -m experiments.evidence_rl.skills")
-    parser.add_argument("model", type=Path)
-    parser.add_argument("--out", type=Path, help="JSONL file to write the rows to")
-    args = parser.parse_args()
-    params, config = load_params(args.model, jnp.float32)
-    rows = skill_rows(params, config, Layout(load_tokenizer(args.model)))
+def write_skills(folder: Path, path: Path) -> None:
+    """Measures the model in `folder`: a JSON line a row to `path`, and printed."""
+    params, config = load_params(folder, jnp.float32)
+    rows = skill_rows(params, config, Layout(load_tokenizer(folder)))
     text = "".join(json.dumps(row) + "\n" for row in rows)
-    if args.out:
-        args.out.write_text(text, encoding="utf-8")
+    path.write_text(text, encoding="utf-8")
     print(text, end="")
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(prog="python -m experiments.evidence_rl.skills")
+    parser.add_argument("model", type=Path, help="folder of the model")
+    parser.add_argument("out", type=Path, help="JSONL file of the rows")
+    args = parser.parse_args()
+    write_skills(args.model, args.out)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,15 @@
-"""``python -m experiments.evidence_rl.start --out DIR``: the start model of the experiment."""
+"""``python -m experiments.evidence_rl.start --out DIR``: the start model of the experiment.
+
+    reader    the bundled tower learns scenes and keeps pages       → DIR/reader
+    looking   decoder: exercises on scenes, tower frozen            → DIR/looking
+    seeing    the four kinds of question, every answer as frequent  → DIR/seeing
+    counting  the same, with more counting                          → DIR/counting
+    habits    usual answers, three in ten responses lazy            → DIR/habits, DIR/start
+    skills    free responses of DIR/start                           → DIR/skills.jsonl
+
+Stages that are there already are not run again. DIR/*.jsonl hold the curves; DIR/start is the folder to
+train from.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +26,7 @@ from evisrag_jax.models.qwen25vl.config import Qwen25VLConfig
 from evisrag_jax.models.qwen25vl.weights import load_params
 from evisrag_jax.prompts.tokenizer import load_tokenizer
 from experiments.evidence_rl import reader, sft, tokenizer
+from experiments.evidence_rl.skills import write_skills
 from experiments.mini import sft as mini
 from experiments.mini.command import arguments
 from experiments.mini.export import export
@@ -89,6 +101,8 @@ def main() -> None:
         before, done = leg.name, done + leg.steps
     if not (out / "start").is_dir():
         export(mini.load(out / before), config, out / "start", tokenizer.WORDS)
+    if not (out / "skills.jsonl").is_file():
+        write_skills(out / "start", out / "skills.jsonl")
 
 
 if __name__ == "__main__":
