@@ -82,7 +82,8 @@ def test_greedy_responses_are_the_likeliest_and_samples_differ_and_repeat(layout
     asked = [question(1, "test", i) for i in range(3)]
     (first,), *_ = texts = skills.responses(params, config, layout, asked, greedy=True)
     assert first
-    rows = [(q, text) for q, (text,) in zip(asked, texts, strict=True)]
+    # A response that was cut at the room's end has no place left for an end token.
+    rows = [(q, " ".join(text.split(" ")[:5])) for q, (text,) in zip(asked, texts, strict=True)]
     batch = sft.picture_batch(layout, rows)
     chosen = np.asarray(greedy_tokens(params, config, batch))
     for ids, got, n in zip(
