@@ -5,19 +5,14 @@ it goes together with. The settings are those of configs/probe_ced.py but for wh
     evisrag probe attention --config=configs/probe_attention.py:natural --model CHECKPOINT --data boxed.jsonl --out DIR
 """
 
-import importlib.util
-from pathlib import Path
-
 from ml_collections import ConfigDict
+
+from evisrag_jax.cli.config import load_config
 
 
 def get_config(arg: str = "mini") -> ConfigDict:
     """The config of one argument: mini or natural."""
-    path = Path(__file__).with_name("probe_ced.py")
-    spec = importlib.util.spec_from_file_location("probe_ced", path)
-    other = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(other)
-    config = other.get_config(arg)
+    config = load_config(f"configs/probe_ced.py:{arg}")[0].unlock()
     for name in ("blindfold", "perturb", "pictures"):
         del config[name]
     config.row = "own"

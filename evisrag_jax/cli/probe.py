@@ -178,7 +178,6 @@ def _probe(
             rows = list(read_jsonl(path))
         data = config.data.path or str(generated(out / "data", config.data, fresh=not resumed))
         records, _ = read_set(data, config.data.image_root)
-        folder.start(config, resume=resumed, may_differ=("data.limit", "pictures"))
         boxed = with_boxes(records, data)
         chosen = boxed[: config.data.limit or None]
         known = {row["id"] for row in rows}
@@ -186,6 +185,7 @@ def _probe(
         if waiting:
             pretrained = open_model(config.model)
             ask = asker(config, pretrained)
+        folder.start(config, resume=resumed, may_differ=("data.limit", "pictures"))
         with path.open("a", encoding="utf-8") as file, Progress(transient=True) as bar:
             task = bar.add_task("probing", total=len(waiting))
             for start in range(0, len(waiting), config.prompts):
@@ -219,7 +219,7 @@ def _draw(questions: Sequence[Any], pretrained: Any, config: CedProbeConfig, fol
     for number, one in enumerate(questions):
         item, options = one.item, config.ced.region
         evidence = evidence_grids(item.record.boxes, item.pages, pretrained.layout, options.rule)
-        controls = draw_controls(evidence, item.id, options).regions
+        controls = draw_controls(evidence, item.id, options, ink=one.ink).regions
         shown = [
             load_page(path, exif_transpose=config.method.exif_transpose)
             for path in item.record.images[: len(item.pages)]

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from evisrag_jax.cli.eval import EvalData
 from evisrag_jax.cli.session import (
     Answering,
@@ -16,8 +18,11 @@ from evisrag_jax.cli.session import (
 )
 from evisrag_jax.data.schema import Record
 from evisrag_jax.evaluation.ced_probe import SCOPES, Probed
+from evisrag_jax.pages.decode import load_page
+from evisrag_jax.pages.ink import token_ink
 from evisrag_jax.rewards.ced.config import CedConfig
 from evisrag_jax.rollout.buckets import bucket_table
+from evisrag_jax.rollout.requests import Request
 from evisrag_jax.training.batching import Bucket, Prepared
 
 
@@ -85,8 +90,25 @@ def asker(config: ProbeConfig, pretrained: Any) -> Callable[[Sequence[Record]], 
         requests = [method.request(record, engine) for record in records]
         done = engine.generate(requests, sampling, group=config.group, seed=config.method.seed)
         return [
-            Probed(Prepared(r.id, r.prompt, tuple(r.pages), None, record), list(group))
+            Probed(
+                Prepared(r.id, r.prompt, tuple(r.pages), None, record), list(group), ink(r, record)
+            )
             for r, record, group in zip(requests, records, done, strict=True)
         ]
+
+    def ink(request: Request, record: Record) -> tuple[np.ndarray, ...] | None:
+        if not config.ced.region.match_ink:
+            return None
+        paths = record.images[: len(request.pages)]
+        return tuple(
+            token_ink(
+                np.asarray(
+                    load_page(path, exif_transpose=config.method.exif_transpose).convert("L")
+                ),
+                page.grid,
+                merge=pretrained.layout.merge,
+            )
+            for path, page in zip(paths, request.pages, strict=True)
+        )
 
     return ask

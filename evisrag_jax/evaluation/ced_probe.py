@@ -9,10 +9,9 @@ Nothing is trained. Source: CED spec 1.7.
 
 from __future__ import annotations
 
-import dataclasses
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,8 +22,10 @@ from evisrag_jax.evaluation.rerank import rerank
 from evisrag_jax.models.qwen25vl.config import Qwen25VLConfig
 from evisrag_jax.pages.patches import PagePatches
 from evisrag_jax.pages.plan import VisionLayout
+from evisrag_jax.pages.regions import Grid
 from evisrag_jax.rewards.ced.audit import Audit, audit_groups, evidence_grids
 from evisrag_jax.rewards.ced.config import CedConfig, preset
+from evisrag_jax.rewards.ced.controls import Ink
 from evisrag_jax.rewards.ced.reward import ced_reward
 from evisrag_jax.rewards.ced.spans import isolated_answer, relevant_tokens, scope_tokens
 from evisrag_jax.rollout.requests import Completion
@@ -39,10 +40,12 @@ BLINDFOLD = "blindfold"
 
 @dataclass(frozen=True)
 class Probed:
-    """A question with its responses."""
+    """A question with its responses.  ink: of its pages, where controls are matched by it
+    (`rewards.ced.controls.draw_controls`)."""
 
     item: Prepared
     completions: list[Completion]
+    ink: tuple[Ink, ...] | None = None
 
 
 def scored_tokens(
@@ -99,39 +102,32 @@ def probe_batch(
     items = [one.item for one in questions]
     ids = [item.id for item in items]
 
-    def batch(own):
-        return make_group_batch(own, [bucket], responses=responses, layout=layout)
-
-    audits: dict[str, Audit] = {}
-    plain = batch(items)
-    for name in names:
-        evidence = []
-        for item in items:
-            sizes = [page.size for page in item.pages]
-            proposed = "evidence" if name == BLINDFOLD else name
-            boxes = proposals.propose(proposed, item.record.boxes, sizes, item.id)
-            none = [()] * len(item.pages)
-            evidence.append(
-                evidence_grids(
-                    none if boxes is None else boxes, item.pages, layout, config.region.rule
-                )
-            )
-        shown = plain
-        if name == BLINDFOLD:
-            shown = batch(
-                [
-                    dataclasses.replace(item, pages=tuple(map(blank_page, item.pages)))
-                    for item in items
-                ]
-            )
-        audits[name] = audit_groups(
-            params, model, shown, evidence, ids, spans, config, images=bucket.images
+    def audit(shown: Sequence[Prepared], names: Sequence[str]) -> dict[str, Audit]:
+        batch = make_group_batch(shown, [bucket], responses=responses, layout=layout)
+        found = {name: [_proposed(name, item, layout, config) for item in items] for name in names}
+        ink = [one.ink for one in questions] if config.region.match_ink else None
+        return audit_groups(
+            params, model, batch, found, ids, spans, config, images=bucket.images, ink=ink
         )
+
+    audits = audit(items, [name for name in names if name != BLINDFOLD])
+    if BLINDFOLD in names:
+        blank = [replace(item, pages=tuple(map(blank_page, item.pages))) for item in items]
+        audits[BLINDFOLD] = audit(blank, ["evidence"])["evidence"]
     return [
         _row(one, p, g, spans[p, g], audits)
         for p, one in enumerate(questions)
         for g in range(len(one.completions))
     ]
+
+
+def _proposed(
+    name: str, item: Prepared, layout: VisionLayout, config: CedConfig
+) -> tuple[Grid, ...]:
+    """Tokens of a question's region under a perturbation; empty where that cannot be drawn."""
+    sizes = [page.size for page in item.pages]
+    boxes = proposals.propose(name, item.record.boxes, sizes, item.id)
+    return evidence_grids(boxes, item.pages, layout, config.region.rule)
 
 
 def _row(one: Probed, p: int, g: int, span: np.ndarray, audits: Mapping[str, Audit]) -> dict:
@@ -145,7 +141,7 @@ def _row(one: Probed, p: int, g: int, span: np.ndarray, audits: Mapping[str, Aud
         "text": done.text,
         "answer": answer,
         "right": bool(strict_scores(answer, record.answers)["em"]),
-        "logp": float(done.logp.mean()) if done.length else 0.0,
+        "logp": _answer_logp(done),
         "tokens": int(span.sum()),
         "support": float(first.support[p, g]),
         "degenerate": bool(first.degenerate[p]),
@@ -161,6 +157,12 @@ def _row(one: Probed, p: int, g: int, span: np.ndarray, audits: Mapping[str, Aud
             if audit.audited[p, g]
         },
     }
+
+
+def _answer_logp(done: Completion) -> float:
+    """Mean log-prob (nats a token) of the answer as it was sampled; of the whole response without one."""
+    own = scope_tokens(done.text, done.offsets, "answer")
+    return float(done.logp[own if own.any() else slice(None)].mean()) if done.length else 0.0
 
 
 def summarise_probe(rows: Sequence[Mapping[str, Any]], config: CedConfig) -> dict[str, Any]:
@@ -262,7 +264,7 @@ def _reranks(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     out = {}
     for name in ("correctness_only", "additive", "released", "paper"):
         scores = np.stack([_rewards(group, preset(name)) for group in groups])
-        done = dataclasses.asdict(rerank(scores, logp, right, texts))
+        done = asdict(rerank(scores, logp, right, texts))
         done.pop("chosen")
         out[name] = done
     return out

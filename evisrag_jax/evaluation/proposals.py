@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from evisrag_jax.rewards.box_rewards import pairwise_iou
 from evisrag_jax.runtime.host_random import philox
 
 Box = tuple[float, float, float, float]
@@ -83,10 +84,8 @@ def _moved(
 
 def box_iou(a: Sequence[float | int], b: Sequence[float | int]) -> float:
     """Intersection over union of two boxes [x, y, w, h]."""
-    across = min(a[0] + a[2], b[0] + b[2]) - max(a[0], b[0])
-    down = min(a[1] + a[3], b[1] + b[3]) - max(a[1], b[1])
-    shared = max(across, 0.0) * max(down, 0.0)
-    return shared / (a[2] * a[3] + b[2] * b[3] - shared)
+    corners = (np.array([[x, y, x + w, y + h]], np.float64) for x, y, w, h in (a, b))
+    return float(pairwise_iou(*corners)[0, 0])
 
 
 def _with_iou(

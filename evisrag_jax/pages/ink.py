@@ -61,3 +61,13 @@ def ink_density(
     ink = table[bottom, right] - table[top, right] - table[bottom, left] + table[top, left]
     area = (right - left) * (bottom - top)
     return np.where(area > 0, ink / np.maximum(area, 1), 0.0)
+
+
+def token_ink(
+    gray: UInt8[np.ndarray, "height width"], grid: tuple[int, int], *, merge: int = 2
+) -> Float64[np.ndarray, "rows cols"]:
+    """Share of ink of each merged token of a page. grid: rows and columns of the resized page in patches."""
+    rows, cols = grid[0] // merge, grid[1] // merge
+    h, w = gray.shape[0] / rows, gray.shape[1] / cols
+    boxes = [(col * w, row * h, w, h) for row in range(rows) for col in range(cols)]
+    return ink_density(ink_table(gray), boxes).reshape(rows, cols)

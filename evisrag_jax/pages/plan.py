@@ -1,6 +1,6 @@
 """The resize plan: from a page's size and a pixel budget to a grid of patches.
 
-Every consumer (the prompt's placeholders, the patches, the counts of visual tokens) takes the same
+Every consumer (the prompt's image tokens, the patches, the counts of visual tokens) takes the same
 ``ResizePlan``, so a token count can never come from one plan and the features from another. The
 rule is the published one of Qwen2-VL's image processor: both sides become multiples of ``patch ·
 merge`` (28), Python's round-half-to-even in the ordinary case, and the whole picture is scaled to

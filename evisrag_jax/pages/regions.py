@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from jaxtyping import Bool, Int32, Integer
+from jaxtyping import Bool, Integer
 from scipy.ndimage import maximum_filter
 
 RULES = ("centre", "overlap")
@@ -109,22 +109,16 @@ def token_iou(a: Grid, b: Grid) -> float:
     return float((a & b).sum() / max((a | b).sum(), 1))
 
 
-def image_starts(image_slot: Integer[np.ndarray, " L"]) -> Int32[np.ndarray, " I"]:
-    """Position in the prompt of each image's first token.
-
-    image_slot: number of the image that a position belongs to, -1 for text (`prompts.chat.Prompt`).
-    """
-    count = int(image_slot.max(initial=-1)) + 1
-    return np.array([np.argmax(image_slot == n) for n in range(count)], np.int32)
-
-
 def prompt_tokens(
     regions: Sequence[Grid],
     image_slot: Integer[np.ndarray, " L"],
     image_token: Integer[np.ndarray, " L"],
 ) -> Bool[np.ndarray, " L"]:
     """The regions of a prompt's images as positions of the prompt. ValueError for another number of
-    images."""
+    images.
+
+    image_slot, image_token: of each position, the number of its image (-1 for text) and of the token
+    within it (`prompts.chat.Prompt`)."""
     count = int(image_slot.max(initial=-1)) + 1
     if len(regions) != count:
         raise ValueError(f"{len(regions)} regions for a prompt of {count} images")

@@ -36,7 +36,7 @@ class Template:
             raise ValueError(f"template {self.name!r} has no {PLACEHOLDER}")
 
     def render(self, question: str, notes: str = "") -> str:
-        """The user's text: placeholders replaced in one pass, what is filled in left untouched."""
+        """The user's text: question and notes put in, in one pass; braces inside them stay."""
         values = {PLACEHOLDER: question, NOTES: notes}
         return re.sub(r"\{question\}|\{notes\}", lambda found: values[found[0]], self.text)
 

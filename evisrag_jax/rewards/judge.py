@@ -195,7 +195,7 @@ def rubric_text(name: str) -> str:
 
 
 def fill(rubric: str, item: JudgeItem) -> str:
-    """The prompt of one item. What is filled in is never read as a placeholder."""
+    """The prompt of one item. Braces inside its question and answers stay as they are."""
     golds = " | ".join(item.golds) if item.is_sufficient else " | ".join(REFUSALS)
     values = {"question": item.question, "golds": golds, "prediction": item.prediction}
     return fill_in(rubric_text(rubric), values)

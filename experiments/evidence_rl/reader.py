@@ -2,10 +2,8 @@
 
 Most of a batch are scenes, the rest mini pages. At the cell of an object three cross-entropies: its
 colour and its shape through the rows of the decoder's word table, and both at once through a linear head
-that is dropped (a question asks for the conjunction). Pages have the three losses of the mini reader. Three
-more heads: row and column of every cell, for the decoder sees distances alone and a cue says where; and
-at an object, how many of its kind there are. Counting is a matter of all cells at once, which the tower's
-full attention compares both ways; a decoder of this size did not learn it in the same number of steps.
+that is dropped (a question asks for the conjunction). Pages have the three losses of the mini reader. Two
+more heads name row and column of every cell: the decoder sees distances alone, and a cue says where.
 Rows of words that the decoder knows stay fixed, so that its reading survives; new words learn theirs.
 """
 
@@ -14,7 +12,6 @@ from __future__ import annotations
 import functools
 import json
 import time
-from collections import Counter
 from pathlib import Path
 
 import jax
@@ -26,32 +23,26 @@ from evisrag_jax.data.miniworld.draw import COLS, ROWS, draw_page, random_page
 from evisrag_jax.data.miniworld.world import ENTITIES, FIELDS, stream
 from evisrag_jax.models.qwen25vl import vision as tower
 from experiments.evidence_rl import tokenizer
-from experiments.evidence_rl.scenes import COLOURS, SHAPES, draw_scene, random_kinds, repeated_kinds
+from experiments.evidence_rl.scenes import COLOURS, SHAPES, draw_scene, random_kinds
 from experiments.mini.reader import WORDS, optimiser, page_labels, reader_losses
 from experiments.mini.shapes import VISION, page_arrays, prefetch
 
 SCENES, PAGES, LEARNING_RATE = 40, 24, 1.2e-3
-MOST = 5  # objects of a kind that are told apart
 TASK = 12  # of the random streams: reader batches
 _COLOUR = {name: i for i, name in enumerate(COLOURS)}
 _SHAPE = {name: i for i, name in enumerate(SHAPES)}
 
 
 def make_batch(seed: int, step: int) -> dict[str, np.ndarray]:
-    """Pixels of SCENES scenes, then PAGES pages; `kind` [S, M, 3] has colour, shape and number less one
-    of its kind for each cell of the scenes (-1 = none), `word`, `place` and `page` [PAGES, M] the labels
-    of the mini reader."""
+    """Pixels of SCENES scenes, then PAGES pages; `kind` [S, M, 2] has colour and shape of each cell of
+    the scenes (-1 = none), `word`, `place` and `page` [PAGES, M] the labels of the mini reader."""
     rng = stream(seed, "reader", step, task=TASK)
-    pixels, kinds, labels = [], np.full((SCENES, ROWS * COLS, 3), -1, np.int32), []
+    pixels, kinds, labels = [], np.full((SCENES, ROWS * COLS, 2), -1, np.int32), []
     for i in range(SCENES):
-        drawn = random_kinds(rng) if i % 2 else repeated_kinds(rng)
-        image, things = draw_scene(rng, drawn)
+        image, things = draw_scene(rng, random_kinds(rng))
         pixels.append(image)
-        numbers = Counter(drawn)
         for thing in things:
-            number = min(numbers[thing.colour, thing.shape], MOST) - 1
-            at = thing.row * COLS + thing.col
-            kinds[i, at] = _COLOUR[thing.colour], _SHAPE[thing.shape], number
+            kinds[i, thing.row * COLS + thing.col] = _COLOUR[thing.colour], _SHAPE[thing.shape]
     for _ in range(PAGES):
         spec = random_page(rng, ENTITIES[rng.integers(len(ENTITIES))])
         pixels.append(draw_page(spec, rng)[0])
@@ -64,7 +55,7 @@ def init(params: dict, key) -> tuple[dict, dict]:
     """What is trained (tower, rows of the new words, blank row, heads), and the fixed word table."""
     table = params["text"]["embed"]["embedding"]
     known = jnp.asarray(table[np.array([tokenizer.word_ids()[w] for w in WORDS])])
-    keys = jax.random.split(key, 7)
+    keys = jax.random.split(key, 6)
     width, scale = VISION.out_width, jnp.std(known)
 
     def normal(k, std, *shape):
@@ -78,14 +69,13 @@ def init(params: dict, key) -> tuple[dict, dict]:
         "page": normal(keys[3], 0.02, width, len(ENTITIES)),
         "joint": normal(keys[4], 0.02, width, len(COLOURS) * len(SHAPES) + 1),
         "row": normal(keys[5], 0.02, width, ROWS),
-        "column": normal(keys[6], 0.02, width, COLS),
-        "number": normal(keys[0], 0.02, width, MOST + 1),
+        "column": normal(keys[0], 0.02, width, COLS),
     }
     return trained, {"known": known}
 
 
 def loss_fn(trained, fixed, batch):
-    """Sum of the nine losses and the share of labelled cells read right, by name."""
+    """Sum of the eight losses and the share of labelled cells read right, by name."""
     features = tower.encode(trained["vision"], VISION, *page_arrays(batch["pixels"]))
     words = jnp.concatenate([fixed["known"], trained["blank"]])
     total, metrics = reader_losses(
@@ -104,16 +94,12 @@ def loss_fn(trained, fixed, batch):
         for name, (rows, label) in tables.items()
     }
     scores["joint"] = (seen @ trained["joint"], kind[..., 0] * len(SHAPES) + kind[..., 1])
-    scores["number"] = (seen @ trained["number"], kind[..., 2])
     for name, (logits, label) in scores.items():
         label = jnp.where(there > 0, label, logits.shape[-1] - 1)
         loss = optax.softmax_cross_entropy_with_integer_labels(logits, label)
         total = total + jnp.sum(loss * weight) / jnp.sum(weight)
         right = jnp.argmax(logits, -1) == label
         metrics[name] = jnp.sum(right * there) / jnp.sum(there)
-        if name == "number":
-            many = there * (label > 0)
-            metrics["number_2_to_5"] = jnp.sum(right * many) / jnp.sum(many)
     metrics["blank"] = jnp.sum(right * (1 - there)) / jnp.sum(1 - there)
     at_cell = {"row": jnp.arange(ROWS * COLS) // COLS, "column": jnp.arange(ROWS * COLS) % COLS}
     for name, label in at_cell.items():

@@ -11,7 +11,7 @@ def test_the_bundled_model(tmp_path, capsys):
     words += ["--config.group=2", "--config.perturb=False"]
     assert main(words) == 0
     table = capsys.readouterr().out
-    assert "relevant" not in table and "evidence" in table and "blindfold" in table
+    assert "rate" in table and "evidence" in table and "blindfold" in table
     summary = read_json(tmp_path / "run" / "summary.json")
     found = summary["proposals"]
     assert found["evidence"]["rate"] >= 0.75 > found["random"]["rate"]
@@ -25,6 +25,15 @@ def test_the_bundled_model(tmp_path, capsys):
     assert main(words) == 0
     assert (tmp_path / "run" / "ced.jsonl").read_bytes() == before
     assert read_json(tmp_path / "run" / "summary.json")["proposals"] == found
+
+
+def test_controls_as_dark_as_the_evidence(tmp_path):
+    """Rows of text against other text: the evidence still matters more."""
+    words = ["probe", "ced", "--out", str(tmp_path / "run"), "--config.data.questions=6"]
+    words += ["--config.group=1", "--config.perturb=False", "--config.blindfold=False"]
+    assert main([*words, "--config.ced.region.match_ink=True"]) == 0
+    found = read_json(tmp_path / "run" / "summary.json")["proposals"]
+    assert set(found) == {"evidence", "random"} and found["evidence"]["rate"] >= 0.75
 
 
 def test_attention_of_the_bundled_model(tmp_path, capsys):

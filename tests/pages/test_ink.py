@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from evisrag_jax.pages.ink import ink_density, ink_table
+from evisrag_jax.pages.ink import ink_density, ink_table, token_ink
 from evisrag_jax.pages.synthetic import page_generator, random_page
 
 
@@ -53,6 +53,15 @@ def test_text_against_margin():
         text = ink_density(table, [box.rect for box in page.boxes])
         margin = ink_density(table, [(0, 0, 20, page.image.height)])
         assert text.min() > 0.1 and margin[0] == 0
+
+
+def test_of_merged_tokens():
+    gray = np.full((4, 9), 240, np.uint8)
+    gray[:2, 3:6] = 10  # all of the middle token of the first row
+    gray[3, 6:] = 10  # the lower half of the last token
+    # Patches of a page that was resized to 4 x 6 of them: two rows of three tokens, 2 x 3 pixels each.
+    assert token_ink(gray, (4, 6)).tolist() == [[0, 1, 0], [0, 0, 0.5]]
+    assert token_ink(gray, (2, 3), merge=1).tolist() == [[0, 1, 0], [0, 0, 0.5]]
 
 
 def test_refusals():

@@ -6,7 +6,6 @@ import pytest
 from evisrag_jax.pages.regions import (
     box_tokens,
     feature_rows,
-    image_starts,
     prompt_tokens,
     ring,
     token_iou,
@@ -103,7 +102,6 @@ def test_several_images():
     token = np.array([0, 0, 1, 2, 3, 4, 5, 0, 0, 0, 1, 0])
     first, second = np.zeros((2, 3), bool), np.zeros((1, 2), bool)
     first[1, 2] = second[0, 1] = True
-    assert image_starts(slot).tolist() == [1, 9]
     assert np.flatnonzero(prompt_tokens([first, second], slot, token)).tolist() == [1 + 5, 9 + 1]
     rows = feature_rows([first, second], 3, 8)
     assert np.flatnonzero(rows.reshape(-1)).tolist() == [5, 8 + 1]

@@ -144,7 +144,6 @@ def test_scopes():
         ({"tau_gate": -1.0}, "tau_gate=-1.0; not negative"),
         ({"tau_ans": 0.0}, "tau_ans=0.0; positive"),
         ({"clip": (1.0, -1.0)}, "clip="),
-        ({"condition_on_prefix": False, "reward_scope": "full"}, "condition_on_prefix=False"),
     ],
 )
 def test_contradictions_are_refused(fields, message):

@@ -12,7 +12,7 @@ from evisrag_jax.pages.plan import PixelBudget, VisionLayout
 from evisrag_jax.pages.regions import token_iou
 from evisrag_jax.rewards.ced.config import RegionConfig
 from evisrag_jax.rewards.ced.controls import INK_BAND, draw_controls
-from evisrag_jax.rewards.ced.neutralise import hide_pixels, make_regions, neutralise
+from evisrag_jax.rewards.ced.neutralise import Region, hide_pixels, make_regions, neutralise
 from tests.models.tiny import noise_picture
 
 CONFIG = RegionConfig()
@@ -118,8 +118,9 @@ def run(features, regions, r, neutraliser, salt=3):
 def test_mean(drawn):
     evidence, control, features = drawn
     for excludes in (True, False):
-        config = dataclasses.replace(CONFIG, ring=1, ring_excludes=excludes)
-        regions = make_regions([[evidence, control]], 2, 14, config)
+        config = dataclasses.replace(CONFIG, ring=1)
+        spared = evidence if excludes else None
+        regions = make_regions([[Region(evidence), Region(control, spared)]], 2, 14, config)
         for r, region in enumerate((evidence, control)):
             got = run(features, regions, r, "mean")
             wanted = by_hand(features, regions.inside[0, r], regions.source[0, r])
@@ -136,7 +137,8 @@ def test_mean(drawn):
 def test_mean_local(drawn):
     evidence, control, features = drawn
     config = dataclasses.replace(CONFIG, ring=1, neutraliser="mean_local")
-    regions = make_regions([[evidence, control]], 2, 14, config)
+    own = [Region(evidence), Region(control, evidence)]
+    regions = make_regions([own], 2, 14, config)
     got = run(features, regions, 0, "mean_local")
     # token (0, 0) of image 0: neighbours (1, 0), (1, 1); (0, 1): (0, 2), (1, 0), (1, 1), (1, 2)
     assert np.abs(got[0, 0] - features[0, [4, 5]].mean(0)).max() <= 1e-6
@@ -146,7 +148,7 @@ def test_mean_local(drawn):
 
 def test_zero_and_noise(drawn):
     evidence, _, features = drawn
-    regions = make_regions([[evidence]], 2, 14, CONFIG)
+    regions = make_regions([[Region(evidence)]], 2, 14, CONFIG)
     zero = run(features, regions, 0, "zero")
     inside = regions.inside[0, 0]
     assert (zero[inside] == 0).all() and (zero[~inside] == features[~inside]).all()
@@ -162,7 +164,7 @@ def test_zero_and_noise(drawn):
 def test_fewer_regions_change_nothing(drawn):
     """A prompt with fewer regions than another, or with none at all."""
     evidence, control, features = drawn
-    regions = make_regions([[evidence, control], []], 2, 14, CONFIG)
+    regions = make_regions([[Region(evidence), Region(control)], []], 2, 14, CONFIG)
     assert not regions.inside[1].any()
     inside, source, near = (jnp.asarray(a[1, 0]) for a in regions)
     for kind in ("mean", "zero", "noise", "mean_local"):
@@ -176,7 +178,9 @@ def test_pixels():
     page = make_patches(noise_picture(4, 84, 140), layout, PixelBudget("test", 784, 10**6))
     pages = stack_pages([(page,)], images=2, windows=4, tokens=20, layout=layout)
     evidence = (block((3, 5), 0, 2, 1, 3),)
-    regions = make_regions([[evidence]], 2, 20, dataclasses.replace(CONFIG, neutraliser="pixel"))
+    regions = make_regions(
+        [[Region(evidence)]], 2, 20, dataclasses.replace(CONFIG, neutraliser="pixel")
+    )
     hidden = jax.jit(hide_pixels)(pages, regions.inside[:, 0], regions.source[:, 0])
     before = reading_order_patches(page).reshape(15, 4, 3, 196)
     seen = dataclasses.replace(page, patches=np.asarray(hidden.patches)[0, 0, : len(page.patches)])

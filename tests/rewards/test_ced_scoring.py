@@ -13,9 +13,10 @@ from PIL import Image
 from evisrag_jax.models.qwen25vl import model
 from evisrag_jax.pages.patches import make_patches
 from evisrag_jax.pages.regions import prompt_tokens
+from evisrag_jax.rewards.ced.audit import audit_groups
 from evisrag_jax.rewards.ced.config import CedConfig, RegionConfig
 from evisrag_jax.rewards.ced.controls import draw_controls
-from evisrag_jax.rewards.ced.neutralise import make_regions, neutralise
+from evisrag_jax.rewards.ced.neutralise import NOTHING, Region, make_regions, neutralise
 from evisrag_jax.rewards.ced.reward import gate, margin, support
 from evisrag_jax.rewards.ced.scoring import intervention_logps
 from evisrag_jax.training.forward import GroupBatch
@@ -57,6 +58,12 @@ def evidence_of(rows):
     return [(first, second), (third,)]
 
 
+def regions_of(grids, config):
+    """Nothing taken out, then the evidence, then its controls, whose rings spare it."""
+    rows = [[NOTHING, Region(own[0]), *(Region(c, own[0]) for c in own[1:])] for own in grids]
+    return make_regions(rows, SHAPE.images, SHAPE.tokens, config)
+
+
 @pytest.fixture(scope="module")
 def case(pair, rows):
     """(batch, regions, grids a prompt, config)."""
@@ -68,7 +75,7 @@ def case(pair, rows):
     for row, own in zip(rows, evidence_of(rows), strict=True):
         controls = draw_controls(own, row.prompt.name, config)
         grids.append([own, *controls.regions])
-    return batch, make_regions(grids, SHAPE.images, SHAPE.tokens, config), grids, config
+    return batch, regions_of(grids, config), grids, config
 
 
 def scored(pair, batch, regions, **kinds):
@@ -113,7 +120,7 @@ def test_interventions_equal_torch(pair, rows, case, neutraliser):
     for p, row in enumerate(rows):
         for v in range(4):
             own = grids[p][v - 1] if v else [np.zeros_like(g) for g in grids[p][0]]
-            source = regions.source[p, v - 1]
+            source = regions.source[p, v]
             for g in range(G):
                 response = np.asarray(batch.tokens[p, g])
                 wanted = torch_logp(pair, row, response, own, source, neutraliser)
@@ -139,7 +146,7 @@ def test_cached_prefixes_equal_full_forwards(pair, case):
         if v:
             new = jnp.stack(
                 [
-                    neutralise(wide[p], *(jnp.asarray(a[p, v - 1]) for a in regions), "mean")
+                    neutralise(wide[p], *(jnp.asarray(a[p, v]) for a in regions), "mean")
                     for p in range(2)
                 ]
             )
@@ -172,7 +179,7 @@ def test_a_group_is_scored_alike_however_it_is_batched(pair, case):
     """Padding rows and empty regions change no other row."""
     batch, regions, _, _ = case
     both = scored(pair, batch, regions)
-    none = make_regions([[], []], SHAPE.images, SHAPE.tokens, RegionConfig())
+    none = make_regions([[NOTHING], []], SHAPE.images, SHAPE.tokens, RegionConfig())
     assert largest(scored(pair, batch, none), both[:1]) <= SHARED
 
 
@@ -184,21 +191,51 @@ def test_blindfold(pair, rows, case):
         pictures = tuple(Image.new("RGB", one.size, (90, 120, 60)) for one in row.pictures)
         pages = tuple(make_patches(one, pair.layout, BUDGET) for one in pictures)
         blank.append(dataclasses.replace(row, pictures=pictures, pages=pages))
-    config = CedConfig(region=RegionConfig(neutraliser="mean"))
-    grids = [
-        [own, *draw_controls(own, row.prompt.name, config.region).regions]
-        for row, own in zip(rows, evidence_of(rows), strict=True)
-    ]
+    config = CedConfig()
     _, images = make_batch(pair, blank, SHAPE)
-    features = model.encode_images(pair.params, pair.config, images)
-    wide = np.asarray(features).reshape(2, SHAPE.images, SHAPE.tokens, -1)
-    regions = make_regions(grids, SHAPE.images, SHAPE.tokens, config.region)
-    logp = scored(pair, batch._replace(images=None, features=features), regions)
-    span = np.arange(T) < LENGTHS[..., None]
-    held = np.stack([support(one, span) for one in logp])
-    drops = held[0] - held[1:]
-    m = margin(drops[0], np.moveaxis(drops[1:], 0, -1), config)
-    real = wide[0, 0, :12]
+    features = np.asarray(model.encode_images(pair.params, pair.config, images))
+    real = features.reshape(2, SHAPE.images, SHAPE.tokens, -1)[0, 0]
     assert np.abs(real - real.mean(0)).max() <= 1e-5  # the tower says the same of every token
-    assert m.tolist() == [[0.0] * G] * 2
-    assert gate(m, config).tolist() == [[0.5] * G] * 2
+    ids = [row.prompt.name for row in rows]
+    found = audit_groups(
+        pair.params,
+        pair.config,
+        batch._replace(images=images),
+        {"evidence": evidence_of(rows)},
+        ids,
+        np.arange(T) < LENGTHS[..., None],
+        config,
+        images=SHAPE.images,
+    )["evidence"]
+    assert found.audited.all() and np.isfinite(found.support).all()
+    assert found.m.tolist() == [[0.0] * G] * 2
+    assert gate(found.m, config).tolist() == [[0.5] * G] * 2
+
+
+def test_audits_are_drops_of_support(pair, rows, case):
+    """Drops and margins from the scores above; several proposals at once change no number; an empty
+    region, an empty span and a padding row are not audited."""
+    batch, regions, _, options = case
+    config = CedConfig(region=options, sigma_floor=0.05)
+    span = np.arange(T) < LENGTHS[..., None]
+    span[0, 2] = False
+    evidence = evidence_of(rows)
+    empty = [evidence[0], tuple(np.zeros_like(grid) for grid in evidence[1])]
+    ids = [row.prompt.name for row in rows]
+
+    def audit(**proposals):
+        args = (pair.params, pair.config, batch, proposals, ids, span, config)
+        return audit_groups(*args, images=SHAPE.images)
+
+    alone, both = audit(a=evidence)["a"], audit(b=empty, a=evidence)
+    held = np.stack([support(one, span) for one in scored(pair, batch, regions)])
+    live = span.any(-1)
+    assert largest(alone.support, held[0]) <= SHARED
+    assert largest(alone.evidence, np.where(live, held[0] - held[1], 0)) <= SHARED
+    controls = np.moveaxis(np.where(live, held[0] - held[2:], 0), 0, -1)
+    assert largest(alone.controls, controls) <= SHARED
+    assert largest(alone.m, margin(alone.evidence, alone.controls, config)) == 0
+    assert (alone.audited == live).all() and alone.m[0, 2] == 0
+    assert largest(both["a"].m, alone.m) <= 1e-3
+    assert not both["b"].audited[1].any() and (both["b"].m[1] == 0).all()
+    assert largest(both["b"].m[0], alone.m[0]) <= 1e-3

@@ -173,7 +173,7 @@ def test_the_rule_by_f1():
         RuleJudge(f1=1.5)
 
 
-def test_what_is_filled_in_is_no_placeholder():
+def test_braces_of_an_item_stay():
     odd = dataclasses.replace(ITEM, question="{golds}?", prediction="{question} {x}")
     prompt = fill("binary", odd)
     assert "Question: {golds}?" in prompt and "Answer to grade: {question} {x}" in prompt

@@ -9,7 +9,7 @@ A prompt without evidence boxes, and a response without a scored token, is not a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -21,9 +21,9 @@ from evisrag_jax.pages.patches import PagePatches
 from evisrag_jax.pages.plan import VisionLayout
 from evisrag_jax.pages.regions import Grid, box_tokens
 from evisrag_jax.rewards.ced import reward
-from evisrag_jax.rewards.ced.config import CedConfig, RegionConfig
-from evisrag_jax.rewards.ced.controls import draw_controls
-from evisrag_jax.rewards.ced.neutralise import make_regions
+from evisrag_jax.rewards.ced.config import CedConfig
+from evisrag_jax.rewards.ced.controls import Ink, draw_controls
+from evisrag_jax.rewards.ced.neutralise import NOTHING, Region, make_regions
 from evisrag_jax.rewards.ced.scoring import intervention_logps
 from evisrag_jax.runtime.host_random import text_hash
 from evisrag_jax.training.forward import GroupBatch
@@ -65,36 +65,41 @@ def audit_groups(
     params: dict,
     model: Qwen25VLConfig,
     batch: GroupBatch,
-    evidence: Sequence[tuple[Grid, ...]],
+    proposals: Mapping[str, Sequence[tuple[Grid, ...]]],
     ids: Sequence[str],
     spans: Bool[np.ndarray, "P G T"],
     config: CedConfig,
     *,
     images: int,
+    ink: Sequence[Sequence[Ink]] | None = None,
     seed: int = 0,
-) -> Audit:
-    """Audits the first len(ids) prompts of a batch.
+) -> dict[str, Audit]:
+    """Audits the first len(ids) prompts of a batch, by proposed region; what they share is computed once.
 
     Args:
         params: in the compute dtype, on the devices of the batch.
         batch: P prompts, padding rows included.
-        evidence: tokens of each prompt's proposed region; an empty one is not audited.
+        proposals: by name, the tokens of each prompt's region; an empty one is not audited.
         ids: of the samples: controls and noise depend on them.
         spans: tokens whose mean log-prob is the support.
         images: pages a prompt in the batch's arrays.
+        ink: of each prompt's pages, for controls of the same darkness (`controls.draw_controls`).
     """
-    P = batch.tokens.shape[0]
-    options: RegionConfig = config.region
-    regions, degenerate = [], np.zeros(P, bool)
-    for p, (own, name) in enumerate(zip(evidence, ids, strict=True)):
-        controls = draw_controls(own, name, options, seed=seed)
-        regions.append([own, *controls.regions])
-        degenerate[p] = controls.degenerate
-    while len(regions) < P or not regions:
-        regions.append([])
-    # Every prompt has 1 + K regions, so that the program does not depend on the data.
-    empty = [()] * (1 + options.controls)
-    regions = [[*one, *empty][: 1 + options.controls] for one in regions]
+    P, options = batch.tokens.shape[0], config.region
+    block = (
+        1 + options.controls
+    )  # every prompt has as many, so the program does not depend on the data
+    regions, degenerate = [[NOTHING] for _ in ids], {}
+    for name, evidence in proposals.items():
+        degenerate[name] = np.zeros(P, bool)
+        for p, (own, sample) in enumerate(zip(evidence, ids, strict=True)):
+            dark = None if ink is None else ink[p]
+            controls = draw_controls(own, sample, options, seed=seed, ink=dark)
+            spared = own if options.ring_excludes else None
+            drawn = [Region(own), *(Region(one, spared) for one in controls.regions)]
+            regions[p] += [*drawn, *[NOTHING] * (block - len(drawn))]
+            degenerate[name][p] = controls.degenerate
+    regions += [[] for _ in range(P - len(ids))]
     if batch.features is not None:
         tokens = batch.features.shape[1] // images
     else:
@@ -103,32 +108,21 @@ def audit_groups(
     salts = np.zeros(P, np.uint32)
     salts[: len(ids)] = [text_hash(f"{seed} {name}") for name in ids]
     logp = intervention_logps(params, model, batch, arrays, salts, neutraliser=options.neutraliser)
-    return read_audit(np.asarray(jax.device_get(logp)), arrays.inside, spans, degenerate, config)
-
-
-def read_audit(
-    logp: Float[np.ndarray, "V P G T"],
-    inside: Bool[np.ndarray, "P R I M"],
-    spans: Bool[np.ndarray, "P G T"],
-    degenerate: Bool[np.ndarray, " P"],
-    config: CedConfig,
-) -> Audit:
-    """Drops and margins from the log-probs of `scoring.intervention_logps`, the evidence first."""
-    held = np.stack([reward.support(one, spans) for one in logp])
-    drops = np.moveaxis(held[:1] - held[1:], 0, -1)
-    evidence, controls = drops[..., 0], drops[..., 1:]
-    audited = inside[:, 0].any((-2, -1))[:, None] & spans.any(-1)
-
-    def where(values: np.ndarray) -> np.ndarray:
-        return np.where(audited, values, 0.0)
-
-    return Audit(
-        support=held[0],
-        evidence=where(evidence),
-        controls=np.where(audited[..., None], controls, 0.0),
-        z=where(reward.z_score(evidence, controls, config)),
-        gap=where(reward.raw_gap(evidence, controls, config)),
-        m=where(reward.margin(evidence, controls, config)),
-        audited=audited,
-        degenerate=degenerate,
-    )
+    held = np.stack([reward.support(one, spans) for one in np.asarray(jax.device_get(logp))])
+    out = {}
+    for number, name in enumerate(proposals):
+        first = 1 + number * block
+        audited = arrays.inside[:, first].any((-2, -1))[:, None] & spans.any(-1)
+        drops = np.where(audited, held[0] - held[first : first + block], 0.0)
+        evidence, controls = drops[0], np.moveaxis(drops[1:], 0, -1)
+        out[name] = Audit(
+            support=held[0],
+            evidence=evidence,
+            controls=controls,
+            z=reward.z_score(evidence, controls, config),
+            gap=reward.raw_gap(evidence, controls, config),
+            m=reward.margin(evidence, controls, config),
+            audited=audited,
+            degenerate=degenerate[name],
+        )
+    return out

@@ -23,7 +23,6 @@ MARGINS = ("tanh_z", "raw", "tanh_raw")
 GATES = ("tanh", "sigmoid", "hard", "none")
 MODES = ("gated", "additive", "correctness_only", "soft_shaping")
 NEUTRALISERS = ("mean", "mean_local", "zero", "noise", "pixel")
-SCOPES = ("answer", "evidence", "full")
 
 
 @dataclass(frozen=True)
@@ -77,13 +76,6 @@ class CedConfig:
     alpha_resp, tau_resp, alpha_ans, tau_ans, eps_tie, clip  see the module; clip None for none
     right, wrong  values of c
     unparsable   reward of a response without an answer is at most this; None for no such penalty
-    drop_unparsable  their tokens are not in the loss, while they count in the group's baseline
-    families     families that are audited; others are paid for correctness alone
-    reward_scope, pg_scope  tokens whose support is scored, and that are in the loss
-    condition_on_prefix  off: the answer is scored right after the prompt, without the evidence and
-                 reasoning that the model wrote before it
-    kl_coef      times the mean difference of log-probs to the reference over the scored span, from the
-                 reward
     """
 
     mode: str = "gated"
@@ -102,12 +94,6 @@ class CedConfig:
     right: float = 1.0
     wrong: float = -0.25
     unparsable: float | None = -0.75
-    drop_unparsable: bool = False
-    families: tuple[str, ...] = ("counting", "attribute", "spatial")
-    reward_scope: str = "answer"
-    pg_scope: str = "answer"
-    condition_on_prefix: bool = True
-    kl_coef: float = 0.01
     region: RegionConfig = field(default_factory=RegionConfig)
 
     def __post_init__(self) -> None:
@@ -117,10 +103,8 @@ class CedConfig:
             margin=MARGINS,
             gate=GATES,
             gate_applies=("all", "correct_only"),
-            reward_scope=SCOPES,
-            pg_scope=SCOPES,
         )
-        for name in ("sigma_floor", "drop_floor", "tau_gate", "kl_coef"):
+        for name in ("sigma_floor", "drop_floor", "tau_gate"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)}; not negative")
         if not (self.tau_resp > 0 and self.tau_ans > 0):
@@ -129,11 +113,6 @@ class CedConfig:
             raise ValueError("sigma_floor=0 divides by 0 where the controls' drops are equal")
         if self.clip is not None and not self.clip[0] < self.clip[1]:
             raise ValueError(f"clip={self.clip}; (low, high)")
-        if not self.condition_on_prefix and self.reward_scope != "answer":
-            raise ValueError(
-                f"condition_on_prefix=False scores the answer alone, but "
-                f"reward_scope={self.reward_scope!r}"
-            )
 
 
 def _among(config: Any, **choices: tuple[str, ...]) -> None:
@@ -144,9 +123,7 @@ def _among(config: Any, **choices: tuple[str, ...]) -> None:
 
 PRESETS: dict[str, Callable[[], CedConfig]] = {
     "paper": CedConfig,
-    "released": lambda: CedConfig(
-        alpha_resp=1.0, alpha_ans=0.0, clip=None, unparsable=None, drop_unparsable=True
-    ),
+    "released": lambda: CedConfig(alpha_resp=1.0, alpha_ans=0.0, clip=None, unparsable=None),
     "additive": lambda: CedConfig(mode="additive", clip=None),
     "correctness_only": lambda: CedConfig(mode="correctness_only", clip=None),
     "soft_shaping": lambda: CedConfig(mode="soft_shaping", unparsable=None),

@@ -7,6 +7,7 @@ tower's full-attention layers: neutraliser "pixel" hides it before the tower. So
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -17,6 +18,18 @@ from jaxtyping import Array, Bool, Float, Int32, UInt32
 from evisrag_jax.pages.patches import ImageArrays
 from evisrag_jax.pages.regions import Grid, feature_rows, ring
 from evisrag_jax.rewards.ced.config import RegionConfig
+
+
+class Region(NamedTuple):
+    """What is taken out: tokens of each image.  spared: tokens that its rings leave out (of a control, the
+    evidence, which would else be copied there)."""
+
+    grids: tuple[Grid, ...]
+    spared: tuple[Grid, ...] | None = None
+
+
+#: Nothing is taken out.
+NOTHING = Region(())
 
 
 class Regions(NamedTuple):
@@ -32,12 +45,9 @@ class Regions(NamedTuple):
 
 
 def make_regions(
-    regions: list[list[tuple[Grid, ...]]],
-    images: int,
-    tokens: int,
-    config: RegionConfig,
+    regions: Sequence[Sequence[Region]], images: int, tokens: int, config: RegionConfig
 ) -> Regions:
-    """Arrays of each prompt's regions: the evidence first, then its controls.
+    """Arrays of each prompt's regions, on `images` padded images of `tokens` tokens.
 
     A prompt may have fewer regions than the others; what is missing is empty and changes nothing.
     """
@@ -48,15 +58,13 @@ def make_regions(
     source = np.zeros_like(inside)
     near = np.full((P, R, images * tokens, neighbours), -1, np.int32)
     for p, own in enumerate(regions):
-        for r, grids in enumerate(own):
-            barred = [own[0][n] if r and config.ring_excludes else None for n in range(len(grids))]
-            rings = [
-                ring(grid, config.ring, exclude=bar)
-                for grid, bar in zip(grids, barred, strict=True)
-            ]
+        for r, (grids, spared) in enumerate(own):
+            barred = spared or (None,) * len(grids)
+            pairs = list(zip(grids, barred, strict=True))
             inside[p, r] = feature_rows(grids, images, tokens)
+            rings = [ring(grid, config.ring, exclude=bar) for grid, bar in pairs]
             source[p, r] = feature_rows(rings, images, tokens)
-            for n, (grid, bar) in enumerate(zip(grids, barred, strict=True)):
+            for n, (grid, bar) in enumerate(pairs):
                 if local and grid.any():
                     _fill_near(near[p, r], grid, bar, n * tokens, config.ring)
     return Regions(inside, source, near)

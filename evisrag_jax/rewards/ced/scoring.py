@@ -33,53 +33,41 @@ def intervention_logps(
     neutraliser: str = "mean",
     temperature: float | Float[Array, ""] = 1.0,
     chunk: int = 2048,
-) -> Float[Array, "V P G T"]:
-    """Log-prob of every response token: V = 1 + R, first with the pages as they are, then with each region
-    out (float32; padding positions included).
+) -> Float[Array, "R P G T"]:
+    """Log-prob of every response token with each region out (float32; padding positions included). With an
+    empty region the pages are as they are.
 
     Args:
         params: in the compute dtype.
         batch: prompts with images or features; "pixel" needs the images.
-        regions: the evidence and its controls, `make_regions`.
+        regions: what is taken out, `make_regions`.
         salts: a number a prompt, of the neutraliser "noise".
         temperature: of the softmax; the support of an answer is taken at 1.
 
     The variants run one after another, so that the memory is that of one.
     """
-    P, R, I, M = regions.inside.shape
-    if neutraliser == "pixel" and batch.images is None:
+    P, _, I, M = regions.inside.shape
+    pixels = neutraliser == "pixel"
+    if pixels and batch.images is None:
         raise ValueError("neutraliser 'pixel' needs a batch that holds images, not only features")
-
-    def scored(features):
-        rows = GroupBatch(batch.prompt, None, batch.tokens, batch.lengths, features)
-        score = score_responses(
-            params, config, rows, temperature=temperature, remat="none", chunk=chunk
-        )
-        return score.logp
-
     features = batch.features
-    if features is None:
+    if features is None and not pixels:
         features = model.encode_images(params, config, batch.images)
-    wide = features.reshape(P, I, M, -1)
 
-    def without(r):
-        inside, source, near = (
-            jax.lax.dynamic_index_in_dim(jnp.asarray(a), r, axis=1, keepdims=False) for a in regions
-        )
-        if neutraliser == "pixel":
+    def variant(own):
+        number, inside, source, near = own
+        if pixels:
             new = model.encode_images(params, config, hide_pixels(batch.images, inside, source))
         else:
-            out = partial(neutralise, neutraliser=neutraliser)
-            seeds = salts + jnp.uint32(r)
-            new = jax.vmap(lambda f, i, s, n, z: out(f, i, s, n, salt=z))(
-                wide, inside, source, near, seeds
-            )
-        return new.reshape(features.shape)
+            wide, seeds = features.reshape(P, I, M, -1), salts + number
+            out = jax.vmap(partial(neutralise, neutraliser=neutraliser))
+            new = out(wide, inside, source, near, salt=seeds).reshape(features.shape)
+        rows = batch._replace(images=None, features=new)
+        scores = score_responses(
+            params, config, rows, temperature=temperature, remat="none", chunk=chunk
+        )
+        return scores.logp
 
-    def variant(v):
-        own = jax.lax.cond(v == 0, lambda: features, lambda: without(jnp.maximum(v - 1, 0)))
-        return scored(own)
-
-    if not R:
-        return scored(features)[None]
-    return jax.lax.map(variant, jnp.arange(1 + R))
+    numbers = jnp.arange(regions.inside.shape[1], dtype=jnp.uint32)
+    by_region = (jnp.asarray(a).swapaxes(0, 1) for a in regions)
+    return jax.lax.map(variant, (numbers, *by_region))
